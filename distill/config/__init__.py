@@ -1,0 +1,38 @@
+"""The configuration: every key once (sections.py), strict files with line numbers, generated reference."""
+
+from distill.config.files import load_config, load_with_origins
+from distill.config.keys import Decides, Key, show, suggest
+from distill.config.reader import JsonError, read_json
+from distill.config.reference import json_schema, keys_by_section, reference_markdown, value_text, write_generated
+from distill.config.root import Config, LoadedConfig, RunOptions, Setting, find_key, resolve, section_model
+from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
+
+__all__ = [
+    "Cache",
+    "Collection",
+    "Config",
+    "Decides",
+    "JsonError",
+    "Key",
+    "LoadedConfig",
+    "Model",
+    "Paths",
+    "Pipeline",
+    "RunOptions",
+    "Setting",
+    "Student",
+    "Training",
+    "find_key",
+    "json_schema",
+    "keys_by_section",
+    "load_config",
+    "load_with_origins",
+    "read_json",
+    "reference_markdown",
+    "resolve",
+    "section_model",
+    "show",
+    "suggest",
+    "value_text",
+    "write_generated",
+]

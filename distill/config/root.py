@@ -1,0 +1,219 @@
+"""The configuration as a whole: its sections, the rules across keys, and the one way from given values to it."""
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from distill.config.keys import STRICT, Decides, Key, Section, section_keys, show, suggest
+from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
+from distill.errors import InputError
+
+# By pydantic's error type: the bound's name in its context, and our words for it.
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a command may do, apart from the configuration.
+
+    ``fresh`` sets an unfinished run's state aside, ``resume`` goes on with its old values, ``yes`` allows what destroys
+    data collected earlier, ``debug`` shows tracebacks.
+    """
+
+    fresh: bool = False
+    resume: bool = False
+    yes: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a user gave. ``value`` is JSON; null stands for the default.
+
+    ``said`` names it in messages ("config.json:12: lr", "-lr"), ``origin`` in the resolved configuration
+    ("config.json:12", "command line"); a relative path counts from ``folder``.
+    """
+
+    key: str
+    value: Any
+    said: str
+    origin: str
+    folder: Path
+
+
+class Config(BaseModel):
+    """The resolved configuration: every key has a value. ``load_config`` and ``from_flat`` make it, paths absolute."""
+
+    model_config = STRICT
+
+    paths: Paths = Paths()
+    cache: Cache = Cache()
+    pipeline: Pipeline = Pipeline()
+    model: Model = Model()
+    collection: Collection = Collection()
+    training: Training = Training()
+    student: Student = Student()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        training = self.training
+        if training.final_lr > training.lr:
+            raise _broken_rule("final_lr", f"{show(training.final_lr)} is above lr, {show(training.lr)}")
+        return self
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, Any]) -> "Config":
+        """A configuration of these keys and the defaults of all others. Raises InputError ``KEY: problem``.
+
+        Relative paths count from the working directory.
+        """
+        folder = Path.cwd()
+        given = [Setting(name, value, said=name, origin="given", folder=folder) for name, value in flat.items()]
+        return resolve(given, folder).config
+
+    @classmethod
+    def keys(cls) -> tuple[Key, ...]:
+        """What is declared about every key, in order."""
+        return tuple(_keys().values())
+
+    def flat(self) -> dict[str, Any]:
+        """Every key with its value as JSON has it (lists, not tuples), in order."""
+        return {name: value for section in self.model_dump(mode="json").values() for name, value in section.items()}
+
+    def deciding(self, what: Decides) -> dict[str, Any]:
+        """The flat keys that decide the teacher's records ("layer"), or the trained student ("result", a superset)."""
+        flat = self.flat()
+        return {
+            key.name: flat[key.name]
+            for key in self.keys()
+            if key.decides is not None and what in (key.decides, "result")
+        }
+
+    def dump(self) -> str:
+        """The whole configuration as a JSON text that loads to an equal one."""
+        return json.dumps(self.flat(), indent=2, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration, and for every key where its value comes from: "default", FILE:LINE or "command line"."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def section_model(name: str) -> type[Section]:
+    """The class of the section that ``config`` has under that name."""
+    model = Config.model_fields[name].annotation
+    assert isinstance(model, type) and issubclass(model, Section), "a configuration has sections only"
+    return model
+
+
+def find_key(name: str, said: str, more: tuple[str, ...] = ()) -> Key:
+    """The key of that name. Raises InputError that says ``said`` and the nearest key or a word in ``more``."""
+    if name not in _keys():
+        hint = suggest(name, [*_keys(), *more]) or "; `python run.py --help` lists all"
+        raise InputError(f"{said}: unknown key{hint}")
+    return _keys()[name]
+
+
+def resolve(settings: Iterable[Setting], folder: Path) -> LoadedConfig:
+    """The configuration of ``settings``, of which the last on a key counts; default paths count from ``folder``.
+
+    Raises InputError in one line that begins with the ``said`` of the setting at fault.
+    """
+    given: dict[str, Setting] = {}
+    nested: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
+    for setting in settings:
+        find_key(setting.key, setting.said)
+        given[setting.key] = setting
+    for name, setting in list(given.items()):
+        if setting.value is None:
+            del given[name]
+        else:
+            nested[_keys()[name].section][name] = _plain(setting)
+    try:
+        # JSON rather than Python mode: only there is a list, as files have it, a strict tuple.
+        config = Config.model_validate_json(json.dumps(nested))
+    except ValidationError as error:
+        raise InputError(_message(error, given)) from None
+    origins = {key.name: given[key.name].origin if key.name in given else "default" for key in _keys().values()}
+    return LoadedConfig(_with_absolute_paths(config, given, folder), origins)
+
+
+@functools.cache
+def _keys() -> dict[str, Key]:
+    """Every key by name. No two sections share a name, so files and flags are flat."""
+    keys = [key for name in Config.model_fields for key in section_keys(name, section_model(name))]
+    assert len({key.name for key in keys}) == len(keys), "a key is declared in two sections"
+    return {key.name: key for key in keys}
+
+
+def _plain(setting: Setting) -> Any:
+    """The value in JSON's types: from Python a path or a tuple may come as well."""
+    try:
+        text = json.dumps(setting.value, ensure_ascii=False, default=os.fspath)
+        return json.loads(text.encode())
+    except UnicodeEncodeError:
+        raise InputError(f"{setting.said}: {setting.value!a} holds characters that are not Unicode text") from None
+
+
+def _with_absolute_paths(config: Config, given: Mapping[str, Setting], folder: Path) -> Config:
+    def absolute(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(absolute(name, item) for item in value)
+        base = given[name].folder if name in given else folder
+        # Path.expanduser raises where there is no home; os.path's leaves the text.
+        return value if value is None else os.path.normpath(base / os.path.expanduser(value))  # noqa: PTH111
+
+    paths = {name: absolute(name, value) for name, value in config.paths}
+    return config.model_copy(update={"paths": config.paths.model_copy(update=paths)})
+
+
+def _broken_rule(key: str, problem: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{problem}", {"key": key, "problem": problem})
+
+
+def _message(invalid: ValidationError, given: Mapping[str, Setting]) -> str:
+    """The first problem in our words. Of a union's, the one that a value of nearly the right type has."""
+    errors = invalid.errors(include_url=False)
+    if errors[0]["type"] == "rule":
+        name, problem = errors[0]["ctx"]["key"], errors[0]["ctx"]["problem"]
+    else:
+        name = str(errors[0]["loc"][1])
+        problems = [_problem(error) for error in errors if error["loc"][1] == name]
+        problem = next(filter(None, problems), _wrong_type(_keys()[name], given[name].value))
+    return f"{given[name].said if name in given else name}: {problem}"
+
+
+def _problem(error: ErrorDetails) -> str:
+    """What is wrong with a value of the right type; "" if the type itself is wrong."""
+    kind, context, value = error["type"], error.get("ctx", {}), show(error["input"])
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"must be {words} {context[name]:.15g}, not {value}"
+    if kind == "finite_number":
+        return f"must be a finite number, not {value}"
+    if kind == "string_too_short" or (kind == "too_short" and context["min_length"] == 1):
+        return "must not be empty (null means the default)"
+    return ""
+
+
+def _wrong_type(key: Key, value: Any) -> str:
+    choices = key.schema.get("enum", ())
+    hint = suggest(value, choices) if isinstance(value, str) else ""
+    return f"must be {key.describe()}, not {show(value)}{hint}"

@@ -1,0 +1,230 @@
+"""Every key, declared once: its section, type, range, default, unit, doc, short flag, and what it decides."""
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from distill.config.keys import MAX_INT, Section, key, show
+from distill.config.reader import BACKSLASH_HINT
+
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+PROMPT_PARTS = ("SYS_START", "SYS_END", "USER_START", "USER_END", "ASSISTANT_START", "ASSISTANT_END")
+
+
+def _path_text(text: str) -> str:
+    control = next((char for char in text if ord(char) < 32 or ord(char) == 127), None)
+    if control is not None:
+        raise ValueError(f"the path holds the control character {control!a}: {BACKSLASH_HINT}")
+    return text
+
+
+def _device_name(name: str) -> str:
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
+        raise ValueError(f'must be "cpu", "cuda", "cuda:N" or "mps", not {show(name)}')
+    return name
+
+
+def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
+    """Exactly the six parts, in order. Backslash-n and backslash-t as two characters mean the one they stand for."""
+    for name in (*PROMPT_PARTS, *parts):
+        if name not in parts:
+            raise ValueError(f"{name} is missing (needed: {', '.join(PROMPT_PARTS)})")
+        if name not in PROMPT_PARTS:
+            raise ValueError(f"{name!a} is not a part of a prompt format (parts: {', '.join(PROMPT_PARTS)})")
+    return {name: parts[name].replace("\\n", "\n").replace("\\t", "\t") for name in PROMPT_PARTS}
+
+
+PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_path_text)]
+PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1)]
+Device = Annotated[str, AfterValidator(_device_name)]
+PromptFormat = Annotated[dict[str, str], AfterValidator(_prompt_parts)]
+
+Optimizer = Literal[
+    "adam", "adamw", "adamw8bit", "adamw32bit", "paged_adamw", "paged_adamw8bit", "paged_adamw32bit",
+    "sgd", "rmsprop", "rmsprop8bit", "rmsprop32bit", "adagrad",
+]  # fmt: skip
+# wsd is ours, the others are the names of transformers' get_scheduler.
+Scheduler = Literal[
+    "wsd", "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+]  # fmt: skip
+
+
+class Paths(Section):
+    """Where things are. Relative paths count from the file's folder, on the command line from the working directory."""
+
+    title: ClassVar = "Paths"
+
+    cache_folder: PathText = key("cache", "Folder of the cache, the students and the runs.", flag="-c")
+    dataset_path: PathText | PathTexts | None = key(
+        None, "Training text: a file, a folder, or a list of them.", flag="-d"
+    )
+    validation_dataset_path: PathText | PathTexts | None = key(
+        None, "Validation text; without it a part of the training text is held out.", flag="-vd"
+    )
+    teacher_models_folder: PathText | None = key(None, "Folder of teacher models, or of just one.", flag="-tm")
+    student_path: PathText | None = key(None, "Folder of the student model.", flag="-s", decides="result")
+
+
+class Cache(Section):
+    """How the teacher's records are stored."""
+
+    title: ClassVar = "Cache Settings"
+
+    max_cache_size_gb: Positive = key(
+        10.0, "Most that the cached dataset may take on disk.", unit="GB of 10^9 bytes", flag="-maxgb"
+    )
+    cache_precision: Literal["exact", "compact"] = key(
+        "exact", "How exactly logprobs are stored.", decides="layer", available=("exact",)
+    )
+    shard_targets: Count = key(8192, "Size at which a shard is closed.", unit="targets")
+
+
+class Pipeline(Section):
+    """What a run does, and with which data."""
+
+    title: ClassVar = "Pipeline Settings"
+
+    ignore_model_type: bool = key(
+        False, "Let completion teachers score conversations, and instruct teachers completions.", decides="result"
+    )
+    rebase_dataset: bool = key(False, "Take over a cache of an older format for the same text.", available=(False,))
+    use_teachers: bool = key(True, "Collect with teachers; false trains from the cache alone.", available=(True,))
+    validation_fraction: Annotated[float, Field(gt=0, le=0.5)] = key(
+        0.02, "Part of the samples held out when there is no validation text.", decides="result"
+    )
+    seed: Natural = key(0, "Seed of everything random.", decides="result")
+    trust_remote_code: bool = key(False, "Run the code that a model folder brings along.")
+
+
+class Model(Section):
+    """What teacher and student see of the text, and what of it is learned."""
+
+    title: ClassVar = "Model Settings"
+
+    context_len: Annotated[int, Field(ge=2, le=MAX_INT)] = key(
+        2048, "Context length to collect and train on.", unit="tokens", flag="-ctx", decides="result"
+    )
+    save_sys_range: bool = key(False, "Learn the content of system turns.", decides="result")
+    save_user_range: bool = key(False, "Learn the content of user turns.", decides="result")
+    save_assistant_range: bool = key(True, "Learn the content of assistant turns.", decides="result")
+    train_turn_end: bool = key(True, "Learn the token that ends a turn or a text.", decides="result")
+    long_samples: Literal["auto", "chunk", "truncate", "drop"] = key(
+        "auto",
+        "What is done with samples over context_len; auto chunks completions and truncates conversations.",
+        decides="result",
+    )
+    crop_distr_to_size: Count | None = key(
+        None,
+        "Ids from here on are masked; null takes the smaller vocabulary of teacher and student.",
+        unit="ids",
+        decides="layer",
+    )
+    enable_topK: bool = key(  # noqa: N815 - the name that users of the ancestor know
+        True, "Keep only the save_topK likeliest ids of a distribution.", decides="layer", available=(True,)
+    )
+    save_topK: Count = key(64, "Ids kept of a distribution.", unit="ids", flag="-topk", decides="layer")  # noqa: N815
+    device: Device | None = key(
+        None, "Device of the student, such as cpu or cuda:0; null takes the first that there is."
+    )
+
+
+class Collection(Section):
+    """How the teacher is run."""
+
+    title: ClassVar = "Collection Settings"
+
+    num_inference_workers: Annotated[int, Field(ge=1, le=64)] = key(1, "Processes that run the teacher.", flag="-niw")
+    reserve_vram: tuple[NonNegative, ...] | None = key(
+        None, "Memory left free on each GPU while collecting.", unit="GB", available=(None,)
+    )
+    teacher_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "Number format the teacher computes in; auto takes the one it was saved in.", decides="layer"
+    )
+    threads_per_worker: Count | None = key(None, "CPU threads of a worker; null shares the cores out.", unit="threads")
+    collect_tokens_per_batch: Count = key(4096, "Size of a teacher batch, padding included.", unit="tokens")
+
+
+class Training(Section):
+    """How the student is trained."""
+
+    title: ClassVar = "Training Settings"
+
+    num_epochs: Count = key(1, "Times that the training text is seen.", unit="epochs", flag="-ne", decides="result")
+    num_warmup_steps: Natural = key(0, "Warm-up of the learning rate.", unit="steps", flag="-nws", decides="result")
+    batch_size: Count = key(4, "Size of a micro-batch.", unit="samples", flag="-bs", decides="result")
+    grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
+    grad_checkpointing: bool = key(False, "Save memory by computing activations again in the backward pass.")
+    loss: Literal["kl", "ce"] = key(
+        "kl", "kl learns the teacher's distribution, ce only the text itself.", decides="result"
+    )
+    temperature: Positive = key(1.0, "Temperature of the distillation loss.", flag="-t", decides="result")
+    lr: Positive = key(1e-5, "Highest learning rate.", flag="-lr", decides="result")
+    final_lr: NonNegative = key(0.0, "Learning rate of the last step of wsd.", decides="result")
+    decay_start: Annotated[float, Field(ge=0, le=1)] = key(
+        0.9, "Part of the steps after which wsd begins to decay.", decides="result"
+    )
+    alpha: NonNegative = key(
+        0.0, "Weight of targets by their divergence; 0 weighs all alike.", decides="result", available=(0.0,)
+    )
+    lr_scheduler: Scheduler = key(
+        "wsd", "Schedule of the learning rate: wsd, or a name of transformers.", decides="result"
+    )
+    lr_scheduler_args: dict[str, Any] = key({}, "Further arguments of the schedule.", decides="result")
+    optimizer: Optimizer = key("adamw", "Optimizer.", decides="result", available=("adamw",))
+    weight_decay: NonNegative = key(0.0, "Decoupled weight decay.", decides="result")
+    betas: tuple[Momentum, Momentum] = key((0.9, 0.999), "Decay of Adam's two running means.", decides="result")
+    eps: Positive = key(1e-8, "Term that keeps Adam's quotient finite.", decides="result")
+    max_grad_norm: NonNegative = key(1.0, "Norm to which gradients are clipped; 0 leaves them.", decides="result")
+    data_order: Literal["shuffle", "sorted", "native"] = key(
+        "shuffle", "Order of samples: new each epoch, by length, or as in the text.", decides="result"
+    )
+    training_precision: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] = key(
+        "fp32", "Number format of the student in training.", decides="result", available=("fp32", "bf16")
+    )
+    validate_every_n_epochs: NonNegative = key(
+        1.0, "Time between validations; 0 = only before and after.", unit="epochs"
+    )
+    save_student_every_n_epochs: NonNegative = key(
+        0.0, "Time between exports of the student; 0 = only at the end.", unit="epochs"
+    )
+    save_state_every_minutes: NonNegative = key(
+        15.0, "Time between states to resume from; 0 = every step.", unit="minutes"
+    )
+    num_gpu0_layers: Natural | None = key(
+        None, "Layers on the first GPU with device_map custom.", unit="layers", available=(None,)
+    )
+    device_map: str | None = key(None, "How the student is spread over devices.", available=(None,))
+    max_memory: dict[str, str] | None = key(None, 'Most memory to use by device: {"0": "24GB"}.', available=(None,))
+    multi_gpu: bool = key(False, "Train on several GPUs.", available=(False,))
+    save_final_state: bool = key(False, "Keep the optimizer's state after the last step.")
+    use_flash_attn_2: bool = key(
+        False, "Attend with FlashAttention 2.", flag="-fa2", decides="layer", available=(False,)
+    )
+    wandb_comment: str | None = key(None, "Log to Weights & Biases, under a name with this comment.", flag="-wdb")
+
+
+class Student(Section):
+    """What is special about the student."""
+
+    title: ClassVar = "Student Settings"
+
+    freeze_layers: tuple[str, ...] = key(
+        (), "Parts of parameter names to leave untrained.", flag="-fl", decides="result", available=((),)
+    )
+    add_bos: bool | None = key(
+        None,
+        "Begin samples with BOS: true = exactly one, false = none, null = as tokenizer or template does.",
+        decides="result",
+    )
+    prompt_format: PromptFormat | None = key(
+        None,
+        f"Texts around the turns, in place of the chat template: an object of {', '.join(PROMPT_PARTS)}.",
+        decides="result",
+    )
