@@ -1,0 +1,113 @@
+"""Loading a model folder's tokenizer, and whether two tokenizers fit.
+
+Teacher and student fit if every id below the crop stands for the same token in both. Which ids are BOS, EOS or padding,
+ids above the crop, and heads that are wider than the tokenizer may differ: they are masked before any softmax.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DIGEST_TAG = b"distill-token-map-1\0"
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model folder; nothing is ever downloaded.
+
+    Raises InputError if there is none, if it doesn't load, or if it can't tell where in the text a token stands.
+    """
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such model folder")
+    # The library raises a bare Exception for JSON that isn't a tokenizer; this is what such files lack.
+    path = folder / "tokenizer.json"
+    if path.exists() and not isinstance(read_object(path).get("model"), dict):
+        raise InputError(f"{path}: not a tokenizer (it has no model); is the download complete?")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"{folder}: its tokenizer can't be loaded ({reason}); is tokenizer.json whole?") from error
+    if not tokenizer.is_fast:
+        raise InputError(f"{folder}: its tokenizer has no offsets; save it as a fast one (tokenizer.json)")
+    loaded: PreTrainedTokenizerBase = tokenizer
+    return loaded
+
+
+def token_map(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Every id that the tokenizer knows and its token, added tokens included, by rising id."""
+    pairs = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+    return dict(pairs)
+
+
+def token_map_digest(tokenizer: "PreTrainedTokenizerBase", crop: int) -> str:
+    """sha256 (hex) over the ids below ``crop`` and their tokens: equal for tokenizers that fit."""
+    digest = hashlib.sha256(_DIGEST_TAG)
+    for token_id, token in token_map(tokenizer).items():
+        if token_id < crop:
+            name = token.encode("utf-8")
+            digest.update(token_id.to_bytes(8, "little") + len(name).to_bytes(8, "little") + name)
+    return digest.hexdigest()
+
+
+def real_vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The highest id that the tokenizer knows, plus one; a model's head may be wider."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def fit_vocabularies(
+    teacher_tokenizer: "PreTrainedTokenizerBase", student_tokenizer: "PreTrainedTokenizerBase", crop: int | None
+) -> int:
+    """How many ids, counted from 0, teacher and student share: ``crop``, or the smaller real vocabulary for ``None``.
+
+    A crop beyond both vocabularies is cut to them: the rows that heads have up there stand for nothing.
+
+    Raises InputError with the first id below the crop that isn't the same token in both (absent in both is the same).
+    """
+    teacher, student = token_map(teacher_tokenizer), token_map(student_tokenizer)
+    sizes = 1 + max(teacher), 1 + max(student)
+    wanted = min(sizes) if crop is None else min(crop, max(sizes))
+    for token_id in range(wanted):
+        theirs, ours = teacher.get(token_id), student.get(token_id)
+        if theirs != ours:
+            raise InputError(
+                f"teacher and student don't fit: id {token_id} is {_named(theirs)} for the teacher and {_named(ours)} "
+                f"for the student; take models of one vocabulary, or set crop_distr_to_size to {token_id} or less"
+            )
+    return wanted
+
+
+def _named(token: str | None) -> str:
+    return "no token" if token is None else repr(token)
+
+
+def is_completion_model(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether a model continues plain text: as ``pipeline_config.json`` says, else if it has no chat template."""
+    value = read_object(folder / "pipeline_config.json").get("completion")
+    if value is None:
+        return not tokenizer.chat_template
+    if not isinstance(value, bool):
+        raise InputError(f"{folder / 'pipeline_config.json'}: completion: true or false, not {value!r}")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: a JSON object is wanted here")
+    return value
