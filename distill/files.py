@@ -1,0 +1,97 @@
+"""Durable file operations: what was written is either whole or not there, and its size is known."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distill.errors import InputError, MachineError
+
+BLOCK = 4096
+TEMPORARY_SUFFIX = ".tmp"
+
+_MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+@contextmanager
+def os_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into one line: MachineError for a full or broken disk, InputError otherwise."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _MACHINE_ERRNOS:
+            raise MachineError(f"{path}: cannot {doing}: {reason} ({free_bytes(path):,} bytes free)") from error
+        raise InputError(f"{path}: cannot {doing}: {reason}") from error
+
+
+def write_durably(path: Path, data: bytes | memoryview) -> None:
+    """Write ``data`` under ``path`` at once or not at all, and make it survive a power cut.
+
+    Raises MachineError (disk full, broken) or InputError (not writable); no temporary file stays behind then.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with os_errors("write", path):
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def append_durably(path: Path, data: bytes) -> None:
+    """Append ``data`` in one write and fsync it."""
+    with os_errors("write", path), path.open("ab", buffering=0) as file:
+        written = file.write(data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file.fileno())
+
+
+def make_folder(path: Path) -> Path:
+    """Create ``path`` and its parents; InputError if that isn't allowed."""
+    with os_errors("create the folder", path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a folder, so that the names in it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def allocated(size: int) -> int:
+    """Bytes that a file of ``size`` takes on disk, in whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that ``folder`` takes on disk: for each entry the larger of its size and its allocated blocks."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for path in [Path(root), *(Path(root) / name for name in names)]:
+            try:
+                status = path.lstat()
+            except FileNotFoundError:  # a temporary file that was renamed meanwhile
+                continue
+            total += max(status.st_size, status.st_blocks * 512)
+    return total
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the file system that ``path`` is or will be on."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    statistics = os.statvfs(path)
+    return statistics.f_bavail * statistics.f_frsize
