@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 
 from distill.errors import InputError
@@ -19,7 +20,7 @@ from distill.tokenizer import (
     token_map,
     token_map_digest,
 )
-from distill.types import Sample, Span, sample_key
+from distill.types import Sample, Span, Turn, sample_key
 from tests.tokenizer_zoo import (
     ALL_ROLES,
     ANY_TEXT,
@@ -267,7 +268,7 @@ def test_loading_a_saved_tokenizer(tmp_path: Path) -> None:
         (tmp_path / file).write_text(content)
         with pytest.raises(InputError) as error:
             load_tokenizer(tmp_path, False)
-        assert str(error.value).startswith(f"{tmp_path}: its tokenizer can't be loaded (")
+        assert str(error.value).startswith(str(tmp_path)) and file.partition(".")[0].split("_")[0] in str(error.value)
         (tmp_path / file).write_text(good)
     with pytest.raises(InputError, match="nowhere: no such model folder"):
         load_tokenizer(tmp_path / "nowhere", False)
@@ -320,3 +321,18 @@ def test_vocabularies_that_differ() -> None:
     crop = fit_vocabularies(make("bytes"), make("unigram"), len(CONTROLS))
     assert token_map_digest(make("bytes"), crop) == token_map_digest(make("unigram"), crop)
     assert token_map_digest(make("bytes"), 60) != token_map_digest(make("unigram"), 60)
+
+
+def test_a_prompt_format_renders_the_same_as_its_chat_template() -> None:
+    """The exported student carries the format that it was trained on."""
+    parts = {
+        "SYS_START": "#Sys:\n", "SYS_END": "\n\n", "USER_START": '#"User"\\t:', "USER_END": "{{ x }}",
+        "ASSISTANT_START": "#AI 'é'\n", "ASSISTANT_END": "</s>",
+    }  # fmt: skip
+    prompt_format = PromptFormat.from_mapping(parts, "here")
+    turns = (Turn("system", "a\\nb"), Turn("user", "b"), Turn("assistant", "c"), Turn("user", "d"))
+    text = prompt_format.render(Sample("here", turns)).text
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(prompt_format.jinja())
+    assert template.render(messages=messages) == text
+    assert template.render(messages=messages, add_generation_prompt=True) == text + "#AI 'é'\n"

@@ -5,6 +5,7 @@ so it is run a second time with a marker in place of each content: what lies bet
 Refilling the markers has to give the real text, character by character; contents are never searched for.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,19 @@ class PromptFormat:
         """All that is ever written around contents."""
         return "\n".join(part for parts in self.around.values() for part in parts)
 
+    def jinja(self) -> str:
+        """The same format as a chat template, for the exported student."""
+        turns = "".join(
+            f"{'if' if not number else 'elif'} message['role'] == '{role}' %}}{{{{ {_quoted(start)}"
+            f" + message['content'] + {_quoted(end)} }}}}{{% "
+            for number, (role, (start, end)) in enumerate(self.around.items())
+        )
+        prompt = _quoted(self.around["assistant"][0])
+        return (
+            f"{{% for message in messages %}}{{% {turns}endif %}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {prompt} }}}}{{% endif %}}"
+        )
+
     def render(self, sample: Sample) -> Rendering:
         """The turns one after another."""
         text, contents = "", []
@@ -88,6 +102,10 @@ class PromptFormat:
             contents.append(Content(len(text), len(text) + len(turn.content), turn.role))
             text += turn.content + end
         return Rendering(text, tuple(contents))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _text(value: object) -> str:
@@ -123,6 +141,10 @@ class ChatTemplate:
     def writes_bos(self) -> bool:
         """Whether it is the template's business to write BOS: yes."""
         return True
+
+    def jinja(self) -> str:
+        """The template itself, for the exported student."""
+        return self.source.removeprefix(_FIXED_DATE)
 
     def literals(self) -> str:
         """What is written around the contents of a short conversation, with and without a system turn."""

@@ -1,0 +1,116 @@
+"""One training step on the CPU: sparse distillation through the fused head against Hugging Face's cross-entropy.
+
+    python -m benchmarks.step [--rounds 7]
+
+A Llama of SmolLM2's shape with 6 layers, 2 x 512 tokens, K = 64. Forward and backward, in turns within each round;
+times are medians over rounds, ratios medians of the rounds' own ratios. "body" is the same without any head. Memory is
+the peak resident size of a process of its own for each variant, above that of "body".
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import table, write_json
+from distill.fused import fused_loss
+from distill.head import find_head, hidden_states
+from distill.losses import SparseTargets, build_loss
+
+VOCAB, HIDDEN, BATCH, LENGTH, K = 49_152, 576, 2, 512, 64
+VARIANTS = ("body", "ce", "kl", "kl, half the targets")
+
+
+def make_steps() -> dict[str, Callable[[], None]]:
+    """Each variant as a function that does one forward and backward pass."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    token_ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    kl = build_loss("kl")
+
+    def body() -> None:
+        hidden_states(model, token_ids).sum().backward()
+
+    def ce() -> None:
+        model(input_ids=token_ids, labels=token_ids).loss.backward()
+
+    def distill(rows: torch.Tensor, targets: SparseTargets) -> None:
+        hidden = hidden_states(model, token_ids).flatten(0, 1)[rows]
+        fused_loss(hidden, find_head(model, VOCAB), targets, kl, scale=1 / len(targets)).backward()
+
+    def with_targets(every: int) -> Callable[[], None]:
+        rows = torch.arange(0, BATCH * LENGTH, every)
+        ids = torch.stack([torch.randperm(VOCAB)[:K] for _ in rows])
+        logprobs = torch.randn(len(rows), K + 1).sort(1, descending=True).values.log_softmax(1)
+        targets = SparseTargets(ids[:, 0], ids, logprobs[:, :K].contiguous(), logprobs[:, K])
+        return lambda: distill(rows, targets)
+
+    steps = dict(zip(VARIANTS, (body, ce, with_targets(1), with_targets(2)), strict=True))
+
+    def clean(step: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            step()
+
+        return run
+
+    return {name: clean(step) for name, step in steps.items()}
+
+
+def peak_memory(name: str) -> int:
+    """Peak resident bytes of this process after two steps of one variant."""
+    step = make_steps()[name]
+    step()
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds, ratio to cross-entropy, extra bytes over the body and their ratio, a variant."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        peaks = dict(zip(VARIANTS, pool.map(peak_memory, VARIANTS, chunksize=1), strict=True))
+    steps = make_steps()
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if number:  # the first round warms up
+                times[name].append(time.perf_counter() - began)
+    extra = {name: peaks[name] - peaks["body"] for name in VARIANTS}
+    return {
+        name: {
+            "seconds": statistics.median(times[name]),
+            "time_ratio": statistics.median(a / b for a, b in zip(times[name], times["ce"], strict=True)),
+            "extra_bytes": extra[name],
+            "memory_ratio": extra[name] / extra["ce"],
+        }
+        for name in VARIANTS
+    }
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    results = measure(parser.parse_args().rounds)
+    head = (f"{torch.get_num_threads()} threads", "seconds", "of ce", "extra MB", "of ce")
+    rows = [
+        (name, row["seconds"], row["time_ratio"], round(row["extra_bytes"] / 1e6), row["memory_ratio"])
+        for name, row in results.items()
+    ]
+    print(table([head, *rows]))
+    write_json("step", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Training states: everything that an exact resume needs, there whole or not at all.
+
+``<states>/<name>/run.json`` says which run this is; ``step_<n>/`` beside it holds the newest state as safetensors and
+JSON. A new state is written under another name, fsynced and renamed before the old one goes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distill.errors import InputError, MachineError
+from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, sync_folder, write_durably
+
+_MODEL, _OPTIMIZER, _META = "model.safetensors", "optimizer.safetensors", "state.json"
+_CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """A saved state. ``meta`` is whatever JSON the trainer keeps beside the tensors."""
+
+    step: int
+    meta: dict[str, Any]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def save_state(folder: Path, *, step: int, meta: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Write ``folder/step_<step>`` and remove older ones. MachineError if the disk has no room; the old one stays."""
+    final = folder / f"step_{step}"
+    if final.exists():
+        return  # the state that this run resumed from
+    temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(temporary)
+    with os_errors("save the training state", final):
+        try:
+            save_file(_model_tensors(model), temporary / _MODEL)
+            save_file(_optimizer_tensors(optimizer) | _rng_tensors(), temporary / _OPTIMIZER)
+        except SafetensorError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise MachineError(f"{final}: cannot save the training state: {error}") from error
+        for name in (_MODEL, _OPTIMIZER):
+            _sync(temporary / name)
+        write_durably(temporary / _META, json.dumps({"step": step, **meta}).encode())
+        temporary.replace(final)
+        sync_folder(folder)
+    for path in _states(folder):
+        if path != final:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_state(folder: Path) -> TrainState | None:
+    """The newest whole state under ``folder``; leftovers of a killed save are removed. InputError if it is damaged."""
+    for path in folder.glob(f"step_*{TEMPORARY_SUFFIX}"):
+        shutil.rmtree(path, ignore_errors=True)
+    states = _states(folder)
+    if not states:
+        return None
+    path = states[-1]
+    try:
+        meta = json.loads((path / _META).read_text())
+        return TrainState(meta.pop("step"), meta, load_file(path / _MODEL), load_file(path / _OPTIMIZER))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"{path}: damaged training state ({error}); start again with --fresh") from error
+
+
+def restore(state: TrainState, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put ``state`` into ``model``, ``optimizer`` and the random generators. InputError if they don't fit."""
+    tensors = dict(state.optimizer)
+    torch.set_rng_state(tensors.pop(_CPU_RNG))
+    for index in range(torch.cuda.device_count()):
+        if f"{_CUDA_RNG}.{index}" in tensors:
+            torch.cuda.set_rng_state(tensors.pop(f"{_CUDA_RNG}.{index}"), index)
+    targets = _model_tensors(model)
+    if {name: t.shape for name, t in targets.items()} != {name: t.shape for name, t in state.model.items()}:
+        raise InputError("the training state belongs to another student; start again with --fresh")
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            tensor.copy_(state.model[name])
+    per_parameter: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, _, key = name.partition(".")
+        if number.isdigit():
+            per_parameter.setdefault(int(number), {})[key] = tensor
+    optimizer.load_state_dict({"state": per_parameter, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and stored buffers, tied ones once."""
+    stored = model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in stored.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {f"{index}.{key}": tensor for index, state in states.items() for key, tensor in state.items()}
+
+
+def _rng_tensors() -> dict[str, Tensor]:
+    cuda = {f"{_CUDA_RNG}.{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+    return {_CPU_RNG: torch.get_rng_state(), **cuda}
+
+
+def _states(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,38 @@
+"""Samples to one padded batch, and the one place where targets become the positions that predict them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.types import TokenizedSample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """token_ids int64 [B, L], right-padded with 0; the N targets as labels int64 [N] and predict_rows int64 [N].
+
+    predict_rows index hidden states flattened to [B * L]: the token at position t is predicted at t - 1. Padding
+    lies right of every target, so causal attention needs no mask for it.
+    """
+
+    token_ids: Tensor
+    predict_rows: Tensor
+    labels: Tensor
+
+    def to(self, device: str) -> "TokenBatch":
+        """The same batch on ``device``."""
+        return TokenBatch(self.token_ids.to(device), self.predict_rows.to(device), self.labels.to(device))
+
+
+def collate(samples: Sequence[TokenizedSample]) -> TokenBatch:
+    """One batch of ``samples`` in their order, targets sample by sample."""
+    length = max(len(sample.token_ids) for sample in samples)
+    token_ids = np.zeros((len(samples), length), np.int64)
+    for row, sample in enumerate(samples):
+        token_ids[row, : len(sample.token_ids)] = sample.token_ids
+    rows = [row * length + sample.targets.astype(np.int64) - 1 for row, sample in enumerate(samples)]
+    labels = [sample.token_ids[sample.targets].astype(np.int64) for sample in samples]
+    return TokenBatch(*(torch.from_numpy(array) for array in (token_ids, np.concatenate(rows), np.concatenate(labels))))

@@ -1,0 +1,151 @@
+"""How a causal language model turns hidden states into logits: the one place that knows, for teacher and student.
+
+Knowing it lets both apply the head to the target positions only, in pieces, so that no [batch, length, vocabulary]
+tensor exists. All of Hugging Face's causal models end in ``cap * tanh(scale * (W h + b) / cap)`` or a part of it;
+where a model does something else, :func:`verified_head` finds out and the model's own logits have to be used.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+
+from distill.errors import InputError
+
+# What a user is told of a model for which ``verified_head`` is None.
+UNKNOWN_HEAD = "unusual output head; the model's own is used (slower, more memory)"
+
+# Attributes of transformers' configurations that act on the logits (or, for some, on the hidden states just before).
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
+# Configurations that have such an attribute and use it otherwise: MPT's is never read, HyperCLOVA X multiplies by it.
+_IGNORED = {"mpt": "logit_scale"}
+_MULTIPLIED = {"hyperclovax": "logits_scaling", "hyperclovax_vision_v2": "logits_scaling"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """The last linear layer of a model and what happens to its output.
+
+    weight: [rows, H], rows >= vocab_size; it is the live parameter, not a copy. bias: [rows] or None. scale multiplies
+    the logits, then softcap (if any) squeezes them into (-softcap, softcap). Only the ids below vocab_size exist:
+    rows behind them are never computed, which is the same as masking them with -inf before a softmax.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    vocab_size: int
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab_size] of hidden states [n, H]; the product is computed in the weight's dtype."""
+        weight = self.weight[: self.vocab_size]
+        bias = None if self.bias is None else self.bias[: self.vocab_size]
+        logits = F.linear(hidden.to(weight.device, weight.dtype), weight, bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def find_head(model: PreTrainedModel, vocab_size: int) -> Head:
+    """The head of ``model`` cropped to ``vocab_size`` ids, read from its modules and configuration.
+
+    Cheap: call it again whenever the weights may have been replaced. Raises InputError for a model without one and for
+    a crop above its rows.
+    """
+    layer = _output_layer(model)
+    if layer is None:
+        raise InputError(f"{type(model).__name__} has no output embeddings: a causal language model is needed")
+    if vocab_size > layer.weight.shape[0]:
+        raise InputError(
+            f"crop_distr_to_size: {vocab_size} ids are wanted, but the head of {type(model).__name__} has "
+            f"{layer.weight.shape[0]} rows; choose a smaller crop"
+        )
+    config = model.config.get_text_config()
+    return Head(layer.weight, getattr(layer, "bias", None), _scale(config), _softcap(config), vocab_size)
+
+
+def _output_layer(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
+
+
+def _scale(config: PretrainedConfig) -> float:
+    names = [name for name in (*_MULTIPLIERS, *_DIVISORS) if isinstance(getattr(config, name, None), int | float)]
+    scale = 1.0
+    for name in names:
+        if _IGNORED.get(config.model_type) == name:
+            continue
+        value = float(getattr(config, name))
+        multiplies = name in _MULTIPLIERS or _MULTIPLIED.get(config.model_type) == name
+        scale *= value if multiplies else 1.0 / value
+    return scale
+
+
+def _softcap(config: PretrainedConfig) -> float | None:
+    for name in _SOFTCAPS:
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    return None
+
+
+def hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """The normed hidden states [B, L, H] that the head reads, of right-padded token_ids int64 [B, L].
+
+    No attention mask is given: in a causal model what stands to the right of a position can't reach it.
+    """
+    hidden: Tensor = _body(model)(input_ids=token_ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _body(model: PreTrainedModel) -> nn.Module:
+    """The model without its head; the model itself where that can't be told."""
+    if model.base_model is not model:
+        return model.base_model
+    return getattr(model, "model", model)  # Llama 4's text model doesn't say the prefix it uses
+
+
+def head_error(model: PreTrainedModel, head: Head, token_ids: Tensor) -> float:
+    """Largest absolute difference between ``head`` on the hidden states and the model's own logits.
+
+    token_ids: int64 [B, L], a short batch without padding. Equal infinities are equal; a NaN on one side only, or
+    tensors that don't fit together, are an infinite error.
+    """
+    return _compare(model, head, token_ids)[0]
+
+
+def verified_head(model: PreTrainedModel, vocab_size: int, token_ids: Tensor) -> Head | None:
+    """The model's head, or None where the model makes its logits in a way that :class:`Head` can't describe.
+
+    token_ids: int64 [B, L], a short batch without padding to compare on. Rounding may make a difference of 1e-4 of the
+    largest logit, or of four units in its last place where the weight's dtype is coarser than that.
+    """
+    if _output_layer(model) is None or _body(model) is model:
+        return None
+    head = find_head(model, vocab_size)
+    if not head.weight.is_floating_point():
+        return None
+    error, largest = _compare(model, head, token_ids)
+    return head if error <= max(1e-4, 4 * torch.finfo(head.weight.dtype).eps) * largest else None
+
+
+@torch.no_grad()
+def _compare(model: PreTrainedModel, head: Head, token_ids: Tensor) -> tuple[float, float]:
+    """(:func:`head_error`, the model's largest finite absolute logit)."""
+    was_training = model.training
+    model.train(False)  # dropout would make any two passes differ
+    try:
+        own = model(input_ids=token_ids, use_cache=False).logits[..., : head.vocab_size].float()
+        hidden = hidden_states(model, token_ids)
+    finally:
+        model.train(was_training)
+    largest = own.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    if hidden.shape[-1] != head.weight.shape[1] or own.shape[-1] != head.vocab_size:
+        return float("inf"), largest
+    ours = head.logits(hidden.flatten(0, 1)).view_as(own)
+    same = (own == ours) | (own.isnan() & ours.isnan())
+    return (own - ours).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0).max().item(), largest

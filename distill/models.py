@@ -1,0 +1,156 @@
+"""Model folders: check them, tell them apart by their weights, load them. Shared by teacher and student."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import InputError, MachineError
+from distill.files import make_folder, os_errors, write_durably
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: safetensors if there are any, sorted by name.
+
+    Raises InputError for a folder that isn't a model's or has no weights.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such model folder")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: not a model folder (it has no config.json)")
+    for pattern in _WEIGHT_PATTERNS:
+        files = sorted(folder.glob(pattern))
+        if files:
+            _check_shards(folder, files)
+            return files
+    raise InputError(f"{folder}: no weights (*.safetensors) in this model folder; is the download complete?")
+
+
+def weights_digest(folder: Path, store: Path) -> str:
+    """SHA-256 over the weight files, remembered in the JSON file ``store`` by path, size and time of change."""
+    known: dict[str, str] = json.loads(store.read_text()) if store.exists() else {}
+    total = hashlib.sha256()
+    changed = False
+    for path in weight_files(folder):
+        status = path.stat()
+        identity = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+        if identity not in known:
+            with os_errors("read", path), path.open("rb") as file:
+                known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
+            changed = True
+        total.update(f"{path.name}:{known[identity]}\n".encode())
+    if changed:
+        make_folder(store.parent)
+        write_durably(store, json.dumps(known, indent=1).encode())
+    return total.hexdigest()
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a model folder."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return config
+
+
+def compute_dtype(folder: Path, wanted: str, device: str) -> str:
+    """The teacher's compute type for ``teacher_dtype`` ``wanted``.
+
+    ``auto`` is the checkpoint's own type on an accelerator and fp32 on a CPU, most of which only emulate bf16.
+    """
+    if wanted != "auto":
+        return wanted
+    return "fp32" if device == "cpu" else stored_dtype(folder)
+
+
+def stored_dtype(folder: Path) -> str:
+    """The type that a checkpoint's weights are stored in, by its own word; fp32 if it says nothing."""
+    config = read_model_config(folder)
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
+
+
+def resolve_device(device: str | None) -> str:
+    """The device to use: as named, else the first GPU, else the CPU. InputError if the named one is absent."""
+    import torch
+
+    if device is None:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device: {device!r} is no device; use for example cpu or cuda:0") from error
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device: {device} is not on this machine ({torch.cuda.device_count()} GPUs); use cpu")
+    return str(parsed)
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The torch type of ``fp32``, ``bf16`` or ``fp16``."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def load_causal_lm(folder: Path, *, dtype: str, device: str, trust_remote_code: bool) -> "PreTrainedModel":
+    """A causal language model from a local folder, in evaluation mode.
+
+    Raises InputError if the folder can't be loaded as one, MachineError if the device has no room for it.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    weight_files(folder)
+    quiet_transformers()
+    if "quantization_config" in read_model_config(folder):
+        raise InputError(f"{folder}: quantised models are not available yet")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch_dtype(dtype),
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        model, report = loaded
+        model = model.to(device).eval()
+    except torch.cuda.OutOfMemoryError as error:
+        raise MachineError(f"{folder}: does not fit on {device}; use a smaller model or another device") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{folder}: cannot be loaded as a causal language model: {reason}") from error
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"])[:3])
+        raise InputError(f"{folder}: weights are missing ({names}, {len(report['missing_keys'])} in all)")
+    return model  # type: ignore[no-any-return]
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no notes from transformers: what a user has to know is said by us."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _check_shards(folder: Path, files: list[Path]) -> None:
+    """A sharded checkpoint's index names its files; half a download lacks some of them."""
+    for index in folder.glob("*.index.json"):
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"{index}: not an index of weight files") from error
+        missing = sorted(named - {path.name for path in files})
+        if missing and any(name.endswith(files[0].suffix) for name in missing):
+            raise InputError(f"{folder}: {missing[0]} is missing ({len(missing)} files in all); complete the download")

@@ -1,0 +1,376 @@
+"""The whole job: plan, both stages, and what a run leaves behind."""
+
+import datetime
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distill.cache import Layer
+from distill.collect import Budget, CollectReport, CollectSpec, ShardPlan, default_threads, plan_bytes, plan_shards
+from distill.collect import collect as collect_shards
+from distill.config import Config, RunOptions
+from distill.dataloader import CachedSamples
+from distill.errors import DistillError, InputError
+from distill.files import disk_bytes
+from distill.lock import lock
+from distill.prepare import SPLITS, Job, Split, prepare
+from distill.report import (
+    CacheSummary,
+    CollectSummary,
+    Console,
+    RunFolder,
+    SplitSummary,
+    Status,
+    Summary,
+    TrainSummary,
+    ValidationSummary,
+    open_tracker,
+    wandb_run_name,
+)
+from distill.runs import (
+    Run,
+    check_identity,
+    export_folder,
+    finish_run,
+    load_run,
+    new_run,
+    save_run,
+    set_aside,
+    settle,
+    state_folder,
+)
+from distill.student import Student
+from distill.train import Trainer, TrainPaths, TrainReport, describe, make_schedule, plan_steps
+from distill.train import evaluate as evaluate_student
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A split's layer and shards, and which of them have to be collected (whole or in part)."""
+
+    layer: Layer
+    plan: list[ShardPlan]
+    missing: list[ShardPlan]
+
+    @property
+    def targets(self) -> int:
+        """Targets of all distinct samples."""
+        return _targets(self.plan)
+
+    @property
+    def missing_targets(self) -> int:
+        """Targets that have to be collected."""
+        return _targets(self.missing)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What the first stage made, and found made."""
+
+    report: CollectReport
+    reused_targets: int
+
+
+# -- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def run(config: Config, options: RunOptions) -> None:
+    """Collect what is missing, train, validate, export."""
+    _train(config, options, may_collect=True)
+
+
+def train(config: Config, options: RunOptions) -> None:
+    """The same without a teacher's work: InputError if records are missing."""
+    _train(config, options, may_collect=False)
+
+
+def collect(config: Config, options: RunOptions) -> None:
+    """Collect what is missing, and no more."""
+    console = Console()
+    job = prepare(config, console)
+    check_cap(job, survey(job))
+    folder = RunFolder.create(_runs(config), job.layer.teacher, config.dump(), console)
+    with _outcome(folder, console, _summary(job)) as outcome:
+        outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, console))
+
+
+def plan(config: Config, options: RunOptions) -> None:
+    """Say what a run would do, and do nothing."""
+    console = Console()
+    job = prepare(settle(config, options), console)
+    works = survey(job)
+    for split, work in works.items():
+        console.say(
+            f"{split}: {len(job.splits[split].samples):,} samples, {work.targets:,} targets in {len(work.plan)} shards;"
+            f" {work.missing_targets:,} targets in {len(work.missing)} shards are to be collected"
+        )
+    needed, used = _needed_bytes(job, works), disk_bytes(job.dataset_folder)
+    console.say(f"cache: {used / 1e9:.3f} GB now, {(used + needed) / 1e9:.3f} GB at most after collecting")
+    steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
+    console.say(f"training: {steps.total_steps:,} steps, {steps.steps_per_epoch:,} an epoch")
+    check_cap(job, works)
+
+
+def evaluate(config: Config, options: RunOptions) -> None:
+    """The validation metrics of the student as it is; InputError if validation records are missing."""
+    console = Console()
+    job = prepare(config, console)
+    with ExitStack() as stack:
+        data = _cached(job, "validation", stack)
+        metrics = evaluate_student(Student(job.student), data)
+    console.say(f"{job.student.folder.name}: {describe(metrics)}")
+
+
+# -- collecting ------------------------------------------------------------------------------------------------------
+
+
+def survey(job: Job) -> dict[str, Work]:
+    """What each split has and lacks."""
+    return {split: _work(job, split) for split in SPLITS}
+
+
+def check_cap(job: Job, works: dict[str, Work]) -> None:
+    """Raises InputError, naming the smallest cap and the largest K that would do, if the plan exceeds the cap."""
+    limit = _limit(job.config)
+    used, needed = disk_bytes(job.dataset_folder), _needed_bytes(job, works)
+    if used + needed <= limit:
+        return
+
+    def fits(top_k: int) -> bool:
+        other = replace(job, layer=replace(job.layer, top_k=top_k))
+        return used + _needed_bytes(other, survey(other)) <= limit
+
+    low, high = 0, job.layer.top_k - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    smaller = f"or save_topK {low} at most" if low else "no smaller save_topK would do"
+    raise InputError(
+        f"max_cache_size_gb: the cache needs up to {(used + needed) / 1e9:.3f} GB of {limit / 1e9:g};"
+        f" set it to {_round_up_gb(used + needed)} at least, {smaller}"
+    )
+
+
+def _work(job: Job, split: str) -> Work:
+    config = job.config
+    samples = job.splits[split].distinct()
+    shards = plan_shards(
+        samples, shard_targets=config.cache.shard_targets, top_k=job.layer.top_k, vocab_size=job.layer.vocab_size
+    )
+    layer = Layer.open(job.dataset_folder / split, job.layer)
+    with layer:
+        missing = {sample.key for sample in layer.missing(samples)}
+    rest = [tuple(sample for sample in shard if sample.key in missing) for shard in shards]
+    return Work(layer, shards, [shard for shard in rest if shard])
+
+
+def _collect_all(job: Job, console: Console) -> CacheUse:
+    """Fill the layers of all splits with one set of workers."""
+    report = CollectReport()
+    works = survey(job)
+    if any(work.missing for work in works.values()):
+        with ExitStack() as locks:
+            for split in SPLITS:
+                locks.enter_context(lock(works[split].layer.lock_path))
+                for line in Layer.open(job.dataset_folder / split, job.layer).prepare():
+                    console.say(line)
+            works = survey(job)  # with what was adopted, or collected by another process meanwhile
+            report = _collect_missing(job, works, console)
+    for split, work in works.items():
+        reused = work.targets - work.missing_targets
+        console.say(f"{split}: {reused:,} targets from the cache, {work.missing_targets:,} collected")
+    return CacheUse(report, reused_targets=sum(work.targets - work.missing_targets for work in works.values()))
+
+
+def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> CollectReport:
+    collection = job.config.collection
+    workers = min(collection.num_inference_workers, sum(len(work.missing) for work in works.values()))
+    spec = CollectSpec(
+        teacher=job.teacher,
+        layer=job.layer.describe(),
+        threads=collection.threads_per_worker or default_threads(workers),
+        tokens_per_batch=collection.collect_tokens_per_batch,
+    )
+    budget = Budget(_limit(job.config), disk_bytes(job.dataset_folder))
+    work = [(work.layer, work.missing) for work in works.values()]
+    return collect_shards(work, spec, workers=workers, budget=budget, console=console)
+
+
+def _needed_bytes(job: Job, works: dict[str, Work]) -> int:
+    return sum(
+        plan_bytes(work.missing, top_k=job.layer.top_k, vocab_size=job.layer.vocab_size) for work in works.values()
+    )
+
+
+def _limit(config: Config) -> int:
+    return int(config.cache.max_cache_size_gb * 1e9)
+
+
+def _round_up_gb(size: int) -> float:
+    return -(-size // 1_000_000) / 1000
+
+
+def _targets(shards: list[ShardPlan]) -> int:
+    return sum(len(sample.targets) for shard in shards for sample in shard)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def _train(config: Config, options: RunOptions, *, may_collect: bool) -> None:
+    console = Console()
+    config = settle(config, options)
+    job = prepare(config, console)
+    steps = plan_steps(config.training, job.splits["train"].samples, config.pipeline.seed)
+    make_schedule(config.training, steps.total_steps)
+    works = survey(job)
+    if may_collect:
+        check_cap(job, works)
+    elif any(work.missing for work in works.values()):
+        lacking = sum(work.missing_targets for work in works.values())
+        raise InputError(f"{job.dataset_folder}: {lacking:,} targets are not in the cache; run `collect` first")
+    state = state_folder(config)
+    with lock(state.with_name(f"{state.name}.lock")):
+        if options.fresh:
+            set_aside(state)
+        this_run, folder = _open_run(job, state, console)
+        with _outcome(folder, console, _summary(job)) as outcome:
+            outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, console))
+            report = _train_student(job, this_run, state, folder, console)
+            outcome.summary = replace(
+                outcome.summary, train=_train_summary(report), validation=ValidationSummary(report.before, report.after)
+            )
+        finish_run(state, this_run, keep_state=config.training.save_final_state)
+    console.say(f"student: {report.student}")
+
+
+def _open_run(job: Job, state: Path, console: Console) -> tuple[Run, RunFolder]:
+    """The unfinished run of the student, if it started from the same, or a new one."""
+    identity = job.identity()
+    unfinished = load_run(state)
+    if unfinished is None:
+        this_run = new_run(job.config, identity)
+    else:
+        check_identity(unfinished, identity)
+        this_run = unfinished
+        if this_run.folder and Path(this_run.folder).is_dir():
+            console.say(f"going on with the unfinished run in {this_run.folder}")
+            return this_run, RunFolder.reopen(Path(this_run.folder), console)
+    folder = RunFolder.create(_runs(job.config), this_run.name, job.config.dump(), console)
+    this_run = replace(this_run, folder=str(folder.path))
+    save_run(state, this_run)
+    return this_run, folder
+
+
+def _train_student(job: Job, this_run: Run, state: Path, folder: RunFolder, console: Console) -> TrainReport:
+    config = job.config
+    with ExitStack() as stack:
+        student = Student(job.student)
+        if student.note:
+            console.warn(student.note)
+        trainer = Trainer(
+            config.training,
+            student,
+            data=_cached(job, "train", stack),
+            validation=_cached(job, "validation", stack),
+            seed=config.pipeline.seed,
+            paths=TrainPaths(state, export_folder(config), this_run.name),
+        )
+        comment = config.training.wandb_comment
+        name = None
+        if comment is not None:
+            name = wandb_run_name(comment, this_run.name, config.training.lr, datetime.datetime.now())
+        tracker = stack.enter_context(open_tracker(name, config.flat(), folder, console))
+        return trainer.run(run_folder=folder, tracker=tracker, console=console)
+
+
+def _cached(job: Job, split: str, stack: ExitStack) -> CachedSamples:
+    layer = stack.enter_context(Layer.open(job.dataset_folder / split, job.layer))
+    samples = job.splits[split].samples
+    located = layer.locate(job.splits[split].distinct())
+    lacking = sum(sample.key not in located for sample in samples)
+    if lacking:
+        raise InputError(f"{layer.folder}: the records of {lacking} samples are not in the cache; run `collect` first")
+    return CachedSamples(layer, samples, located)
+
+
+# -- what a run leaves behind ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Outcome:
+    summary: Summary
+
+
+@contextmanager
+def _outcome(folder: RunFolder, console: Console, summary: Summary) -> Iterator[_Outcome]:
+    """Keep ``summary.json`` true: running, then completed, interrupted or failed."""
+    outcome = _Outcome(summary)
+    folder.write_summary(replace(summary, status="running"))
+    status: Status = "failed"
+    try:
+        yield outcome
+        status = "completed"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    except DistillError as error:
+        console.log(f"error: {error}")
+        raise
+    finally:
+        folder.write_summary(replace(outcome.summary, status=status))
+    console.say(f"run folder: {folder.path}")
+
+
+def _summary(job: Job) -> Summary:
+    return Summary(data={split: _split_summary(job.splits[split]) for split in SPLITS})
+
+
+def _split_summary(split: Split) -> SplitSummary:
+    return SplitSummary(samples=len(split.samples), tokens=split.tokens, targets=split.targets)
+
+
+def _with_cache(summary: Summary, job: Job, use: CacheUse) -> Summary:
+    layers = [Layer.open(job.dataset_folder / split, job.layer) for split in SPLITS]
+    infos = [info for layer in layers for info in layer.shards.values()]
+    size = sum(layer.bytes() for layer in layers)
+    targets = sum(info.targets for info in infos)
+    return replace(
+        summary,
+        cache=CacheSummary(
+            bytes=size,
+            targets=targets,
+            bytes_per_target=size / targets,
+            shards=len(infos),
+            top_k=job.layer.top_k,
+            kept_mass_mean=sum(info.kept_mass_sum for info in infos) / targets,
+            reused_targets=use.reused_targets,
+            collected_targets=use.report.targets,
+            rounds=1,
+        ),
+        collect=CollectSummary(
+            seconds=use.report.seconds,
+            tokens_per_second=_rate(use.report.tokens, use.report.seconds),
+            workers=job.config.collection.num_inference_workers,
+        ),
+    )
+
+
+def _train_summary(report: TrainReport) -> TrainSummary:
+    return TrainSummary(
+        steps=report.steps,
+        seconds=report.seconds,
+        tokens_per_second=_rate(report.tokens, report.seconds),
+        targets=report.targets,
+        peak_memory_bytes=report.peak_memory_bytes,
+        resumed_from_step=report.resumed_from_step,
+    )
+
+
+def _rate(amount: int, seconds: float) -> float | None:
+    return amount / seconds if seconds else None
+
+
+def _runs(config: Config) -> Path:
+    return Path(config.paths.cache_folder) / "runs"

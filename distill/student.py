@@ -1,0 +1,192 @@
+"""The student: load, loss and statistics at target positions, export, and a new one made from a teacher's layers."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from distill.collate import TokenBatch
+from distill.errors import InputError
+from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, sync_folder
+from distill.fused import StudentStatistics, dense_loss, dense_statistics, fused_loss, student_statistics
+from distill.head import UNKNOWN_HEAD, find_head, hidden_states, verified_head
+from distill.losses import LossFunction, SparseTargets
+from distill.models import load_causal_lm, quiet_transformers, stored_dtype, torch_dtype
+from distill.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StudentSpec:
+    """How to load a student. ``vocab_size`` is the crop; weights are kept in fp32 for every ``precision`` so far.
+
+    ``chat_template`` is the format that it is trained on, which its export takes over; None for completions only.
+    """
+
+    folder: Path
+    precision: str
+    device: str
+    vocab_size: int
+    grad_checkpointing: bool
+    trust_remote_code: bool
+    chat_template: str | None = None
+
+
+class Student:
+    """A student on its device. ``note`` is a line for the user if its head had to be run in the model's own way."""
+
+    def __init__(self, spec: StudentSpec) -> None:
+        self.spec = spec
+        self.model: PreTrainedModel = load_causal_lm(
+            spec.folder, dtype="fp32", device=spec.device, trust_remote_code=spec.trust_remote_code
+        )
+        probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
+        self._known_head = verified_head(self.model, spec.vocab_size, probe) is not None
+        self.note = None if self._known_head else f"{spec.folder.name}: {UNKNOWN_HEAD}"
+        if spec.grad_checkpointing:
+            if not self.model.supports_gradient_checkpointing:
+                raise InputError(f"{spec.folder}: this architecture has no gradient checkpointing; grad_checkpointing")
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def loss(self, tokens: TokenBatch, targets: SparseTargets, loss: LossFunction, *, scale: float) -> Tensor:
+        """``scale`` times the sum of ``loss`` over the batch's targets, float32 []."""
+        with self._autocast():
+            if not self._known_head:
+                return dense_loss(self._own_logits(tokens), targets, loss, scale=scale)
+            # Found anew each time: the weights may have been replaced.
+            head = find_head(self.model, self.spec.vocab_size)
+            return fused_loss(self._target_hidden(tokens), head, targets, loss, scale=scale)
+
+    @torch.no_grad()
+    def statistics(self, tokens: TokenBatch, targets: SparseTargets) -> StudentStatistics:
+        """What the validation metrics need of the batch's targets."""
+        with self._autocast():
+            if not self._known_head:
+                return dense_statistics(self._own_logits(tokens), targets)
+            head = find_head(self.model, self.spec.vocab_size)
+            return student_statistics(self._target_hidden(tokens), head, targets)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model without dropout and gradient inside, as it was before behind."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def export(self, folder: Path) -> None:
+        """An ordinary Hugging Face folder, there whole or not at all; bf16 students are stored as bf16."""
+        if folder.exists():
+            return  # made by this run before it was killed; the same step gives the same bytes
+        temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
+        shutil.rmtree(temporary, ignore_errors=True)
+        make_folder(temporary)
+        tokenizer = load_tokenizer(self.spec.folder, trust_remote_code=self.spec.trust_remote_code)
+        if self.spec.chat_template is not None:
+            tokenizer.chat_template = self.spec.chat_template
+        with os_errors("export the student", folder):
+            _save_model(self.model, temporary, "bf16" if self.spec.precision == "bf16" else "fp32")
+            tokenizer.save_pretrained(temporary)
+            temporary.replace(folder)
+            sync_folder(folder.parent)
+
+    def _target_hidden(self, tokens: TokenBatch) -> Tensor:
+        return hidden_states(self.model, tokens.token_ids).flatten(0, 1)[tokens.predict_rows]
+
+    def _own_logits(self, tokens: TokenBatch) -> Tensor:
+        logits = self.model(input_ids=tokens.token_ids, use_cache=False).logits
+        return logits.flatten(0, 1)[tokens.predict_rows, : self.spec.vocab_size]  # type: ignore[no-any-return]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.spec.precision == "bf16":
+            return torch.autocast(torch.device(self.spec.device).type, dtype=torch.bfloat16)
+        return nullcontext()
+
+
+def kept_layers(layers: int, keep: int) -> list[int]:
+    """Indices of ``keep`` evenly spaced layers out of ``layers``, the first and the last always among them."""
+    if keep == 1:
+        return [0]
+    return [round(index * (layers - 1) / (keep - 1)) for index in range(keep)]
+
+
+def init_student(teacher_dir: Path, layers: int, out_dir: Path) -> None:
+    """Write a student that is the teacher with ``layers`` of its layers, all else kept.
+
+    Raises InputError if the teacher has fewer layers, keeps them in an unknown way, or ``out_dir`` isn't empty.
+    """
+    from transformers import AutoModelForCausalLM
+
+    quiet_transformers()
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise InputError(f"{out_dir}: not empty; name a new folder with --out")
+    dtype = stored_dtype(teacher_dir)
+    teacher = load_causal_lm(teacher_dir, dtype=dtype, device="cpu", trust_remote_code=False)
+    tokenizer = load_tokenizer(teacher_dir, trust_remote_code=False)
+    count = teacher.config.num_hidden_layers
+    if not 1 <= layers <= count:
+        raise InputError(f"--layers: {layers}, but {teacher_dir} has {count} layers; use 1 to {count}")
+    keep = kept_layers(count, layers)
+    stack = _layer_stack(teacher, count, teacher_dir)
+    config = teacher.config.__class__.from_dict(_config_with_layers(teacher.config.to_dict(), keep))
+    config.num_hidden_layers = layers
+    student = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
+    renamed = {f"{stack}.{old}.": f"{stack}.{new}." for new, old in enumerate(keep)}
+    weights = {}
+    for name, tensor in teacher.state_dict().items():
+        prefix = next((prefix for prefix in renamed if name.startswith(prefix)), None)
+        if prefix is not None:
+            weights[renamed[prefix] + name.removeprefix(prefix)] = tensor
+        elif not name.startswith(f"{stack}."):
+            weights[name] = tensor
+    student.load_state_dict(weights)
+    make_folder(out_dir)
+    with os_errors("write the student", out_dir):
+        student.save_pretrained(out_dir)
+        tokenizer.save_pretrained(out_dir)
+
+
+def _layer_stack(model: "PreTrainedModel", count: int, folder: Path) -> str:
+    """Name of the list of ``count`` transformer blocks."""
+    lists = [
+        str(n) for n, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outermost) != 1:
+        raise InputError(f"{folder}: cannot tell its layers in this architecture; make the student another way")
+    return outermost[0]
+
+
+def _config_with_layers(config: dict[str, Any], keep: list[int]) -> dict[str, Any]:
+    """Cut every list that has one value a layer (such as ``layer_types``) to the kept layers."""
+    count = max(keep) + 1
+    return {
+        name: [value[index] for index in keep] if isinstance(value, list) and len(value) == count else value
+        for name, value in config.items()
+        if name != "architectures" or len(value) != count
+    }
+
+
+def _save_model(model: "PreTrainedModel", folder: Path, dtype: str) -> None:
+    kind = torch_dtype(dtype)
+    weights = {name: t.to(kind) if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=weights)
+    # transformers writes the type of the live weights; the file has another.
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(kind).removeprefix("torch.")}
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,324 @@
+"""The whole job on toy models: both stages, reuse, kills, and what is left behind."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.cache import Layer
+from distill.cli import main
+from distill.config import load_config
+from distill.dataloader import CachedSamples
+from distill.losses import build_loss
+from distill.prepare import prepare
+from distill.report import Console
+from distill.student import Student
+
+ROOT = Path(__file__).parent.parent
+COMMON = {
+    "ignore_model_type": True,
+    "save_user_range": True,
+    "context_len": 96,
+    "save_topK": 20,
+    "num_epochs": 2,
+    "batch_size": 4,
+    "grad_accum_batches": 2,
+    "lr": 0.003,
+    "threads_per_worker": 1,
+    "shard_targets": 400,
+    "collect_tokens_per_batch": 512,
+}
+
+
+def write_config(folder: Path, teacher: Path, student: Path, text: Path, **changes: object) -> Path:
+    keys = {
+        **COMMON,
+        "cache_folder": str(folder / "cache"),
+        "dataset_path": str(text),
+        "teacher_models_folder": str(teacher),
+        "student_path": str(student),
+        **changes,
+    }
+    path = folder / "config.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(keys, indent=1))
+    return path
+
+
+def command(config: Path, *words: str) -> list[str]:
+    return [sys.executable, str(ROOT / "run.py"), "--config", str(config), *words]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command said."""
+
+    stdout: str
+    stderr: str
+
+
+def distill(config: Path, *words: str, code: int = 0) -> Finished:
+    """The command in this process; its workers are processes all the same."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        got = main(["--config", str(config), *words])
+    assert got == code, f"exit {got}\n{out.getvalue()}\n{err.getvalue()}"
+    return Finished(out.getvalue(), err.getvalue())
+
+
+def summary_of(cache: Path) -> dict[str, Any]:
+    return json.loads((cache / "runs" / "latest" / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def shards_of(cache: Path) -> dict[str, str]:
+    """Everything that a collection leaves: name and digest of each file, locks (empty) included."""
+    files = [path for path in (cache / "dataset").rglob("*") if path.is_file()]
+    return {str(p.relative_to(cache)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def weights_of(cache: Path) -> dict[str, torch.Tensor]:
+    (folder,) = (cache / "student" / "trained").glob("*_final")
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> Path:
+    """The folder of one uninterrupted run."""
+    folder = tmp_path_factory.mktemp("finished")
+    distill(write_config(folder, teacher_folder, student_folder, text_file))
+    return folder
+
+
+def test_a_run_leaves_what_it_promises(finished: Path) -> None:
+    cache = finished / "cache"
+    summary = summary_of(cache)
+    assert summary["version"] == 1 and summary["status"] == "completed"
+    before, after = summary["validation"]["before"], summary["validation"]["after"]
+    assert set(after) >= {"kl", "ce", "teacher_ce", "top1_agreement", "ece", "acceptance"}
+    assert after["kl"] < 0.8 * before["kl"] and after["acceptance"] > before["acceptance"]
+    data, stored, training = summary["data"], summary["cache"], summary["train"]
+    assert data["train"]["samples"] + data["validation"]["samples"] >= 60  # long completions are cut into several
+    assert stored["collected_targets"] == stored["targets"] == data["train"]["targets"] + data["validation"]["targets"]
+    assert stored["reused_targets"] == 0 and stored["top_k"] == 20 and 0 < stored["kept_mass_mean"] < 1
+    assert training["steps"] == 2 * -(-data["train"]["samples"] // 8) and training["resumed_from_step"] is None
+    run_folder = (cache / "runs" / "latest").resolve()
+    assert {"config.json", "metrics.jsonl", "summary.json", "log.txt"} <= {p.name for p in run_folder.iterdir()}
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records if record["kind"] == "train"]
+    assert steps == list(range(1, training["steps"] + 1))
+    assert [r["step"] for r in records if r["kind"] == "validation"] == [0, training["steps"] // 2, training["steps"]]
+    assert not (cache / "student" / "states" / "toy-student").exists()
+    assert not list(cache.rglob("*.tmp"))
+
+
+def test_the_student_is_an_ordinary_folder(finished: Path) -> None:
+    folder = finished / "cache" / "student" / "trained" / "toy-student_final"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the cat", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_second_run_reuses_every_record_and_keeps_the_first_student(finished: Path) -> None:
+    config = finished / "config.json"
+    before = shards_of(finished / "cache")
+    distill(config, "-ne", "1", "-bs", "3")
+    summary = summary_of(finished / "cache")
+    assert summary["cache"]["collected_targets"] == 0 and summary["cache"]["reused_targets"] > 0
+    assert shards_of(finished / "cache") == before
+    assert (finished / "cache" / "student" / "trained" / "toy-student-2_final").is_dir()
+    (finished / "cache" / "student" / "trained" / "toy-student-2_final").rename(finished / "second")
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_more_workers_make_the_same_bytes(
+    finished: Path, tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path, workers: int
+) -> None:
+    config = write_config(tmp_path, teacher_folder, student_folder, text_file)
+    distill(config, "collect", "-niw", str(workers))
+    assert shards_of(tmp_path / "cache") == shards_of(finished / "cache")
+
+
+def test_grown_and_reordered_text_collects_only_what_is_new(
+    tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> None:
+    lines = text_file.read_text().splitlines(keepends=True)
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text("".join(lines[:5]))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(lines[5:40]))
+    config = write_config(
+        tmp_path, teacher_folder, student_folder, text, validation_dataset_path=str(validation), num_epochs=1
+    )
+    distill(config, "collect")
+    first = summary_of(tmp_path / "cache")
+    random.Random(1).shuffle(lines)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(lines))
+    distill(config, "collect", "-d", str(other), "--no-save_user_range")
+    second = summary_of(tmp_path / "cache")["cache"]
+    # The five validation rows and the twenty others are new to the training layer; roles switched off cost nothing.
+    assert 0 < second["collected_targets"] < first["cache"]["collected_targets"]
+    assert second["reused_targets"] > 0
+    distill(config, "train", "-d", str(text), "--no-save_user_range")
+    assert summary_of(tmp_path / "cache")["cache"]["collected_targets"] == 0
+
+
+def test_train_without_records_says_what_to_do(
+    tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> None:
+    done = distill(write_config(tmp_path, teacher_folder, student_folder, text_file), "train", code=2)
+    assert "targets are not in the cache; run `collect` first" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_plan_above_the_cap_names_the_ways_out(
+    tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> None:
+    config = write_config(tmp_path, teacher_folder, student_folder, text_file)
+    done = distill(config, "-maxgb", "0.0005", code=2)
+    assert "max_cache_size_gb" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "cache" / "dataset").exists()
+    words = done.stderr.split()
+    cap, top_k = words[words.index("set") + 3], words[words.index("save_topK") + 1]
+    distill(config, "collect", "-maxgb", cap)
+    assert sum(p.stat().st_size for p in (tmp_path / "cache" / "dataset").rglob("*")) <= float(cap) * 1e9
+    other = write_config(tmp_path / "other", teacher_folder, student_folder, text_file)
+    distill(other, "collect", "-maxgb", "0.0005", "-topk", top_k)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_teacher_as_its_own_student_differs_at_no_target(
+    tmp_path: Path, teacher_folder: Path, text_file: Path, add_bos: bool
+) -> None:
+    """KL <= 1e-4 at every validation target: completions, conversations and the tokens that end turns."""
+    config_file = write_config(
+        tmp_path, teacher_folder, teacher_folder, text_file, add_bos=add_bos, validation_fraction=0.5
+    )
+    distill(config_file, "collect")
+    job = prepare(load_config(config_file), Console(io.StringIO(), io.StringIO()))
+    samples = job.splits["validation"].samples
+    assert {sample.is_completion for sample in samples} == {True, False}
+    ends = {2, 4}  # <|eos|> and <|im_end|>
+    assert all(
+        any(sample.token_ids[t] in ends for t in sample.targets) for sample in samples if len(sample.token_ids) < 96
+    )
+    student = Student(job.student)
+    with Layer.open(job.dataset_folder / "validation", job.layer) as layer, student.evaluating():
+        data = CachedSamples(layer, samples, layer.locate(samples))
+        for row in range(len(samples)):
+            batch = data.batch([row])
+            statistics = student.statistics(batch.tokens, batch.targets)
+            assert build_loss("kl")(statistics.scores, batch.targets).max() <= 1e-4
+
+
+def seconds_to_start(config: Path) -> float:
+    """How long a command takes before it does anything."""
+    started = time.monotonic()
+    subprocess.run(command(config, "plan"), check=True, capture_output=True, timeout=120)
+    return time.monotonic() - started
+
+
+def kill_and_restart(config: Path, words: list[str], *, delays: list[float], group: bool) -> int:
+    """Start the command once a delay and SIGKILL it after that; returns how many starts were killed at work."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    killed = 0
+    for delay in delays:
+        process = subprocess.Popen(
+            command(config, *words),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            process.wait(delay)
+        except subprocess.TimeoutExpired:
+            (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
+            killed += 1
+        process.wait()
+    return killed
+
+
+def test_kills_in_both_stages_change_nothing(
+    finished: Path, tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> None:
+    config = write_config(
+        tmp_path, teacher_folder, student_folder, text_file, save_state_every_minutes=0, shard_targets=400
+    )
+    base = seconds_to_start(config)
+    killed = kill_and_restart(config, [], delays=[base + 0.5, base + 2.5, base + 4.0], group=True)
+    distill(config)
+    assert killed >= 1
+    assert shards_of(tmp_path / "cache") == shards_of(finished / "cache")
+    assert same_weights(weights_of(tmp_path / "cache"), weights_of(finished / "cache"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["collect", "train"])
+def test_ten_kills_at_random_instants_change_nothing(
+    finished: Path, tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path, stage: str
+) -> None:
+    config = write_config(tmp_path, teacher_folder, student_folder, text_file, save_state_every_minutes=0)
+    base = seconds_to_start(config)
+    if stage == "train":
+        distill(config, "collect")
+    chooser = random.Random(stage)
+    killed = 0
+    for number in range(60):
+        done = (tmp_path / "cache" / "student" / "trained" / "toy-student_final").exists()
+        if done or killed >= 10:
+            break
+        delay = base * chooser.uniform(0.9, 2.2) + (2.0 if stage == "collect" else 0.0) * chooser.random()
+        killed += kill_and_restart(
+            config, ["collect"] if stage == "collect" else [], delays=[delay], group=number % 2 == 0
+        )
+    distill(config)
+    assert killed >= 10
+    assert shards_of(tmp_path / "cache") == shards_of(finished / "cache")
+    assert same_weights(weights_of(tmp_path / "cache"), weights_of(finished / "cache"))
+
+
+def test_an_unfinished_run_with_other_values_names_both_ways_out(
+    finished: Path, tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> None:
+    config = write_config(
+        tmp_path, teacher_folder, student_folder, text_file, save_state_every_minutes=0, num_epochs=40
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+    )
+    state = tmp_path / "cache" / "student" / "states" / "toy-student"
+    deadline = time.monotonic() + 120
+    while not list(state.glob("step_*[0-9]")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert summary_of(tmp_path / "cache")["status"] == "interrupted"
+    done = distill(config, "-lr", "0.001", code=2)
+    for part in ("lr (was 0.003, now 0.001)", "--resume", "--fresh"):
+        assert part in done.stderr
+    distill(config, "-lr", "0.001", "-ne", "2", "--fresh")
+    assert (tmp_path / "cache" / "student" / "states" / "toy-student.old" / "run.json").exists()
+    assert summary_of(tmp_path / "cache")["train"]["resumed_from_step"] is None

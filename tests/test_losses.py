@@ -1,0 +1,180 @@
+"""Divergences against the float64 reference, and everything that made others' losses NaN."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from distill.losses import LOSSES, SparseTargets, StudentScores, build_loss, ce, kl, outcome_logprobs, student_lse
+from tests.dense_reference import REFERENCES, make_targets, reference_kl
+
+V = 23
+
+
+def make_scores(logits: Tensor, targets: SparseTargets) -> StudentScores:
+    """By definition, differentiable."""
+    ids, rows = targets.kept_ids, range(len(targets))
+    rest = [torch.tensor([v for v in range(logits.shape[1]) if v not in ids[row].tolist()]).long() for row in rows]
+    exists = [bool((logits[row, rest[row]] > -torch.inf).any()) for row in rows]
+    rest_lse = [logits[row, rest[row]].logsumexp(0) if exists[row] else torch.tensor(-torch.inf) for row in rows]
+    return StudentScores(
+        logits.gather(1, ids), torch.stack(rest_lse), logits.gather(1, targets.labels[:, None]).squeeze(1)
+    )
+
+
+def make_logits(n: int, seed: int = 7, size: float = 2.0) -> Tensor:
+    return size * torch.randn(n, V, generator=torch.Generator().manual_seed(seed))
+
+
+def value_and_gradient(name: str, logits: Tensor, targets: SparseTargets, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    losses = build_loss(name, temperature=temperature)(make_scores(logits, targets), targets)
+    return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0, 4.0])
+@pytest.mark.parametrize("k", [1, 5, V])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_equal_the_reference(name: str, k: int, temperature: float) -> None:
+    counts = [k, max(1, k // 2), 1, k]
+    targets, logits = make_targets(4, V, k, counts=counts), make_logits(4)
+    losses, gradient = value_and_gradient(name, logits, targets, temperature)
+    exact = logits.double().requires_grad_()
+    expected = REFERENCES[name](exact, targets, temperature)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=2e-6)
+    expected_gradient = torch.autograd.grad(expected.sum(), exact)[0]
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=2e-6)
+
+
+def test_whole_vocabulary_is_the_full_kl_times_the_squared_temperature() -> None:
+    targets, logits = make_targets(4, V, V), make_logits(4)
+    teacher = torch.empty(4, V).scatter(1, targets.entry_ids, targets.entry_logprobs)
+    for temperature in (1.0, 3.0):
+        leaf = logits.clone().requires_grad_()
+        t, p = (teacher / temperature).log_softmax(1), (leaf / temperature).log_softmax(1)
+        full = temperature**2 * F.kl_div(p, t, reduction="none", log_target=True).sum(1)
+        losses, gradient = value_and_gradient("kl", logits, targets, temperature)
+        torch.testing.assert_close(losses, full.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, torch.autograd.grad(full.sum(), leaf)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_one_literal_number() -> None:
+    """Teacher 1/2, 1/4 and a tail of 1/4; student 1/4, 1/4 and a tail of 1/2: ln(2)/2 - ln(2)/4."""
+    log = math.log
+    targets = SparseTargets(
+        torch.tensor([2]), torch.tensor([[0, 1]]), torch.tensor([[log(0.5), log(0.25)]]), torch.tensor([log(0.25)])
+    )
+    scores = make_scores(torch.full((1, 4), 5.0), targets)
+    assert kl(scores, targets).item() == pytest.approx(0.25 * log(2))
+    assert ce(scores, targets).item() == pytest.approx(log(4))
+    assert student_lse(scores, targets).item() == pytest.approx(5.0 + log(4))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_suppressed_tokens_on_both_sides_are_finite(name: str) -> None:
+    """Report A7: teacher and student row [-0.2, -1.7, -inf]."""
+    row = torch.tensor([[-0.2, -1.7, -torch.inf]])
+    targets = SparseTargets(torch.tensor([0]), torch.tensor([[0, 1, 2]]), row, torch.tensor([-torch.inf]))
+    losses, gradient = value_and_gradient(name, row, targets, 2.0)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+    assert gradient[0, 2] == 0.0
+    if name == "kl":
+        assert losses.item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_changes_no_gradient(name: str) -> None:
+    """Report A8: records of 3 and 7 entries in one batch as apart."""
+    both = make_targets(2, V, 7, counts=[3, 7])
+    logits = make_logits(2)
+    short = SparseTargets(both.labels[:1], both.entry_ids[:1, :3], both.entry_logprobs[:1, :3], both.tail_logprobs[:1])
+    together = value_and_gradient(name, logits, both, 2.0)
+    for row, targets in ((slice(0, 1), short), (slice(1, 2), both[1:2])):
+        alone = value_and_gradient(name, logits[row], targets, 2.0)
+        torch.testing.assert_close(together[0][row], alone[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(together[1][row], alone[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [5, V])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_teacher_as_student_is_zero(k: int, temperature: float) -> None:
+    logits = make_logits(6, size=4.0)
+    order = logits.argsort(1, descending=True)
+    logprobs = logits.log_softmax(1).gather(1, order)
+    tail = logprobs[:, k:].logsumexp(1)
+    targets = SparseTargets(order[:, 0], order[:, :k], logprobs[:, :k].contiguous(), tail)
+    losses, gradient = value_and_gradient("kl", logits, targets, temperature)
+    assert losses.abs().max() < 1e-6
+    assert gradient.abs().max() < 1e-6
+
+
+def test_a_teacher_of_mass_one_pushes_the_students_tail_down() -> None:
+    targets = SparseTargets(torch.tensor([1]), torch.tensor([[1]]), torch.tensor([[0.0]]), torch.tensor([-torch.inf]))
+    losses, gradient = value_and_gradient("kl", make_logits(1), targets, 1.0)
+    torch.testing.assert_close(losses, value_and_gradient("ce", make_logits(1), targets, 1.0)[0])
+    assert gradient.isfinite().all() and gradient[0, 1] < 0
+
+
+def test_a_tail_that_the_student_cannot_have_is_left_out() -> None:
+    """K = V, but rounding left the teacher a tail: finite, and the full KL to the renormalised teacher."""
+    targets, logits = make_targets(3, V, V), make_logits(3)
+    rounded = SparseTargets(targets.labels, targets.entry_ids, targets.entry_logprobs - 1e-3, torch.full((3,), -6.9))
+    exact, expected = value_and_gradient("kl", logits, rounded, 1.0), value_and_gradient("kl", logits, targets, 1.0)
+    torch.testing.assert_close(exact[0], expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(exact[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+def test_rounding_of_the_teachers_masses_is_no_divergence() -> None:
+    targets, logits = make_targets(3, V, 5), make_logits(3)
+    off = SparseTargets(targets.labels, targets.entry_ids, targets.entry_logprobs + 1e-3, targets.tail_logprobs + 1e-3)
+    torch.testing.assert_close(*(value_and_gradient("kl", logits, t, 2.0)[0] for t in (off, targets)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_scores_are_computed_in_float32(name: str, dtype: torch.dtype) -> None:
+    targets, logits = make_targets(3, V, 5), make_logits(3, size=10.0).to(dtype)
+    scores = make_scores(logits.float(), targets)
+    low = StudentScores(scores.kept_logits.to(dtype), scores.rest_lse.to(dtype), scores.label_logits.to(dtype))
+    high = StudentScores(low.kept_logits.float(), low.rest_lse.float(), low.label_logits.float())
+    loss = build_loss(name)
+    assert loss(low, targets).dtype == torch.float32
+    assert torch.equal(loss(low, targets), loss(high, targets))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(1, V),
+    peak=st.sampled_from([0.0, 1.0, 20.0, 60.0]),
+    size=st.sampled_from([0.0, 1.0, 50.0, 1e4]),
+    temperature=st.sampled_from([0.1, 1.0, 5.0]),
+    name=st.sampled_from(sorted(LOSSES)),
+)
+def test_extremes_are_finite_and_no_kl_is_negative(
+    seed: int, k: int, peak: float, size: float, temperature: float, name: str
+) -> None:
+    targets = make_targets(3, V, k, seed=seed, peak=peak, counts=[k, (k + 1) // 2, 1])
+    losses, gradient = value_and_gradient(name, make_logits(3, seed, size), targets, temperature)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+    assert losses.min() > -1e-5
+    assert gradient.sum(1).abs().max() < 1e-3 * max(1.0, temperature)  # a shift of all logits is no change
+
+
+def test_the_bucket_is_a_lower_bound_that_tightens() -> None:
+    logits = make_logits(5)
+    values = [reference_kl(logits, make_targets(5, V, k)).mean().item() for k in (1, 3, 9, V)]
+    assert values == sorted(values)
+
+
+def test_outcome_logprobs_are_two_distributions() -> None:
+    targets = make_targets(4, V, 6, counts=[6, 3, 1, 2])
+    teacher, student = outcome_logprobs(make_scores(make_logits(4), targets), targets)
+    assert teacher.shape == student.shape == (4, 7)
+    for logprobs in (teacher, student):
+        torch.testing.assert_close(logprobs.exp().sum(1), torch.ones(4))
+        assert logprobs[1, 3:6].eq(-torch.inf).all()

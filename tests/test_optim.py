@@ -1,0 +1,208 @@
+"""Schedules at literal numbers and against transformers' own, and what the optimizer decays."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import get_scheduler
+from transformers.optimization import get_wsd_schedule
+from transformers.trainer_utils import SchedulerType
+
+from distill.errors import InputError
+from distill.optim import OBSERVING, build_optimizer, build_schedule
+
+PEAK, S, W = 2e-3, 40, 5
+# What transformers itself demands.
+NEEDED = {
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 10},
+}
+PURE = sorted({kind.value for kind in SchedulerType} - set(OBSERVING))
+
+
+def own(name: str, args: dict[str, object]):
+    """transformers' scheduler on an optimizer of its own."""
+    return get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=PEAK), W, S, args)
+
+
+def test_wsd_literal_numbers() -> None:
+    schedule = build_schedule("wsd", lr=1.0, total_steps=20, num_warmup_steps=4, decay_start=0.8)
+    rates = [schedule.lr(step) for step in range(1, 21)]
+    assert rates == [0.25, 0.5, 0.75, *[1.0] * 13, 0.75, 0.5, 0.25, 0.0]
+    schedule = build_schedule("wsd", lr=1e-3, total_steps=100, num_warmup_steps=10, decay_start=0.29, final_lr=1e-5)
+    assert schedule.lr(1) == pytest.approx(1e-4)
+    assert schedule.lr(10) == schedule.lr(29) == 1e-3
+    assert schedule.lr(30) == pytest.approx(1e-5 + 99e-5 * 70 / 71)
+    assert schedule.lr(100) == 1e-5
+
+
+@pytest.mark.parametrize("final_lr", [0.0, 1e-4])
+def test_wsd_is_transformers_wsd_shifted_by_one(final_lr: float) -> None:
+    ours = build_schedule("wsd", lr=PEAK, total_steps=S, num_warmup_steps=W, decay_start=0.75, final_lr=final_lr)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+    theirs = get_wsd_schedule(optimizer, W, 10, S, decay_type="linear", min_lr_ratio=final_lr / PEAK)
+    optimizer.step()
+    for step in range(1, S + 1):
+        theirs.step()
+        if step >= W or final_lr == 0.0:  # theirs warms up from the final rate, MiniCPM's from 0
+            assert ours.lr(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18)
+
+
+@given(
+    total=st.integers(1, 300),
+    warmup=st.floats(0, 1),
+    decay_start=st.floats(0, 1),
+    final=st.sampled_from([0.0, 1e-6, PEAK]),
+)
+def test_wsd_never_jumps_and_ends_at_its_end(total: int, warmup: float, decay_start: float, final: float) -> None:
+    num_warmup_steps = int(warmup * total)
+    schedule = build_schedule(
+        "wsd",
+        lr=PEAK,
+        total_steps=total,
+        num_warmup_steps=num_warmup_steps,
+        decay_start=decay_start,
+        final_lr=final,
+    )
+    rates = [schedule.lr(step) for step in range(1, total + 1)]
+    assert all(0.0 <= rate <= PEAK for rate in rates)
+    top = max(num_warmup_steps, 1) - 1
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    if num_warmup_steps < total and decay_start < 1:
+        assert rates[-1] == final
+    falls = [a - b for a, b in zip(rates[top:], rates[top + 1 :], strict=False)]
+    decaying = [fall for fall in falls if fall > 0]
+    assert not decaying or max(decaying) - min(decaying) < 1e-9 * PEAK  # one straight line
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_transformers_schedules_are_taken_one_step_on(name: str) -> None:
+    args, warmup = NEEDED.get(name, {}), 0 if name == "constant" else W
+    ours = build_schedule(name, lr=PEAK, total_steps=S, num_warmup_steps=warmup, args=args)
+    theirs = own(name, args)
+    theirs.optimizer.step()
+    rates = []
+    for step in range(1, S + 1):
+        if step > 1 or name != "cosine_warmup_with_min_lr":  # which counts from 1 itself
+            theirs.step()
+        rates.append(ours.lr(step))
+        assert rates[-1] == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+    assert rates[0] > 0.0
+    assert [ours.lr(step) for step in reversed(range(1, S + 1))] == rates[::-1]  # no memory
+    assert ours.state_dict() == {}
+    ours.observe(1.0)
+    assert ours.lr(S) == rates[-1]
+
+
+def test_ends_of_transformers_schedules() -> None:
+    ends = {"linear": 0.0, "cosine": 0.0, "polynomial": 1e-7, "constant": PEAK, "constant_with_warmup": PEAK}
+    ends |= {"cosine_with_min_lr": 1e-4, "cosine_warmup_with_min_lr": 1e-4, "warmup_stable_decay": 0.0}
+    for name, end in ends.items():
+        schedule = build_schedule(name, lr=PEAK, total_steps=S, args=NEEDED.get(name))
+        assert schedule.lr(S) == pytest.approx(end, abs=1e-12)
+    cosine = build_schedule("cosine", lr=1.0, total_steps=10, num_warmup_steps=2)
+    assert [cosine.lr(step) for step in (1, 2, 6, 10)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("name", OBSERVING)
+def test_observing_schedules_follow_their_scheduler_and_resume(name: str) -> None:
+    args = {"patience": 1, "factor": 0.5, "min_lr": 1e-5}
+    values = [3.0, 2.0, 1.0, 1.0, 1.5, 1.5, 1.5, 0.5, 0.7, 0.7, 0.7]
+    ours, theirs = build_schedule(name, lr=PEAK, total_steps=S, num_warmup_steps=4, args=args), own(name, args)
+    assert ours.lr(1) == PEAK / 4
+    seen = set()
+    for value in values:
+        ours.observe(value)
+        theirs.step(value)
+        assert ours.lr(S) == theirs.optimizer.param_groups[0]["lr"]
+        seen.add(ours.lr(S))
+    assert len(seen) > 1
+    resumed = build_schedule(name, lr=PEAK, total_steps=S, num_warmup_steps=4, args=args)
+    resumed.load_state_dict(json.loads(json.dumps(ours.state_dict(), allow_nan=False)))
+    for value in values:
+        assert resumed.lr(S) == ours.lr(S)
+        ours.observe(value)
+        resumed.observe(value)
+
+
+def test_greedy_can_go_below_its_default_bound() -> None:
+    schedule = build_schedule("greedy", lr=1e-5, total_steps=S, args={"patience": 0})
+    for _ in range(3):
+        schedule.observe(1.0)
+    assert 0.0 < schedule.lr(1) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("wds", {}, "lr_scheduler: 'wds' is unknown; did you mean wsd"),
+        ("cosin", {}, "lr_scheduler: .* cosine"),
+        ("???", {}, "lr_scheduler: .* linear"),
+        ("cosine", {"args": {"cycles": 2}}, "lr_scheduler_args: cosine has no argument 'cycles'; .*: num_cycles"),
+        ("wsd", {"args": {"min_lr": 0.1}}, "lr_scheduler_args: wsd has no argument 'min_lr'; it takes: none"),
+        ("greedy", {"args": {"verbose": True}}, "lr_scheduler_args: greedy has no argument 'verbose'"),
+        ("cosine", {"args": {"num_cycles": "two"}}, "lr_scheduler_args: cosine refuses them"),
+        ("polynomial", {"args": {"lr_end": 1.0}}, "lr_scheduler_args: polynomial refuses them: lr_end"),
+        ("warmup_stable_decay", {}, "lr_scheduler_args: warmup_stable_decay refuses them: .*num_decay_steps"),
+        ("greedy", {"args": {"factor": 2.0}}, "lr_scheduler_args: greedy refuses them"),
+        ("wsd", {"num_warmup_steps": 41}, "num_warmup_steps: 41 steps of warm-up in a training of 40 steps"),
+        ("linear", {"num_warmup_steps": 41}, "num_warmup_steps: 41"),
+        ("constant", {"num_warmup_steps": 1}, "num_warmup_steps: .* constant_with_warmup"),
+        ("wsd", {"decay_start": 1.01}, "decay_start: 1.01 is not between 0 and 1"),
+        ("wsd", {"decay_start": -0.1}, "decay_start"),
+        ("wsd", {"decay_start": float("nan")}, "decay_start"),
+        ("cosine", {"final_lr": 1e-6}, "final_lr: only wsd has one"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        build_schedule(name, lr=PEAK, total_steps=S, **settings)
+    assert "\n" not in str(caught.value)
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+def test_weight_decay_is_for_matrices_and_every_parameter_is_there_once() -> None:
+    model = Toy()
+    optimizer = build_optimizer(model, lr=1e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    decayed, others = optimizer.param_groups
+    assert [id(p) for p in decayed["params"]] == [id(model.embed.weight)]
+    assert {id(p) for p in others["params"]} == {id(p) for p in (*model.norm.parameters(), model.head.bias)}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.95), 1e-6)
+
+
+def test_optimizer_step_is_adamw() -> None:
+    model, reference = Toy(), Toy()
+    reference.load_state_dict(model.state_dict())
+    ours = build_optimizer(model, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    for net, optimizer in ((model, ours), (reference, theirs)):
+        for seed in range(3):
+            optimizer.zero_grad()
+            ids = torch.randint(5, (6,), generator=torch.Generator().manual_seed(seed))
+            net.head(net.norm(net.embed(ids))).logsumexp(1).sum().backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_frozen_parameters_are_left_out_and_all_frozen_is_refused() -> None:
+    model = Toy()
+    model.embed.requires_grad_(False)
+    (group,) = build_optimizer(model, lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.1).param_groups
+    assert len(group["params"]) == 3
+    model.requires_grad_(False)
+    with pytest.raises(InputError, match="freeze_layers"):
+        build_optimizer(model, lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.1)

@@ -1,0 +1,129 @@
+"""The student: loss on any architecture, export, and new students from a teacher's layers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from distill.collate import collate
+from distill.dataloader import pad
+from distill.errors import InputError
+from distill.losses import build_loss
+from distill.student import Student, StudentSpec, init_student, kept_layers
+from tests.architectures import ARCHITECTURES, VOCAB, make
+from tests.helpers import make_records, make_samples
+from tests.toys import make_model_folder, make_tokenizer
+
+
+def spec_of(folder: Path, precision: str = "fp32", grad_checkpointing: bool = False) -> StudentSpec:
+    return StudentSpec(folder, precision, "cpu", VOCAB, grad_checkpointing, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_loss_and_gradients_are_those_of_the_models_own_logits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(name).save_pretrained(tmp_path)
+    samples = make_samples(3, length=20)
+    tokens = collate(samples)
+    targets = pad(make_records(samples), tokens.labels)
+    gradients = []
+    for known in (True, False):
+        if not known:
+            monkeypatch.setattr("distill.student.verified_head", lambda *_: None)
+        student = Student(spec_of(tmp_path))
+        assert (student.note is None) == known
+        loss = student.loss(tokens, targets, build_loss("kl"), scale=0.1)
+        loss.backward()
+        gradients.append((loss.item(), {n: p.grad for n, p in student.model.named_parameters()}))
+    (fused, ours), (dense, theirs) = gradients
+    assert fused == pytest.approx(dense, rel=1e-5)
+    for parameter, gradient in theirs.items():
+        if gradient is not None:
+            assert torch.allclose(ours[parameter], gradient, atol=1e-5, rtol=1e-3), parameter
+
+
+def test_checkpointing_gives_the_same_gradients(student_folder: Path) -> None:
+    samples = make_samples(3, length=20)
+    tokens = collate(samples)
+    targets = pad(make_records(samples), tokens.labels)
+    results = []
+    for checkpointing in (False, True):
+        student = Student(spec_of(student_folder, grad_checkpointing=checkpointing))
+        student.model.train()
+        student.loss(tokens, targets, build_loss("kl"), scale=1.0).backward()
+        results.append([p.grad for p in student.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
+
+
+def test_bf16_computes_close_to_fp32_and_keeps_fp32_weights(student_folder: Path) -> None:
+    samples = make_samples(3, length=20)
+    tokens = collate(samples)
+    targets = pad(make_records(samples), tokens.labels)
+    fp32, bf16 = Student(spec_of(student_folder)), Student(spec_of(student_folder, "bf16"))
+    a, b = (s.loss(tokens, targets, build_loss("kl"), scale=1 / len(tokens.labels)) for s in (fp32, bf16))
+    assert a.dtype == b.dtype == torch.float32 and 0 < abs(a.item() - b.item()) < 0.05
+    b.backward()
+    assert {p.dtype for p in bf16.parameters()} == {p.grad.dtype for p in bf16.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_export_is_whole_and_gives_equal_logits(student_folder: Path, tmp_path: Path, precision: str) -> None:
+    student = Student(spec_of(student_folder, precision))
+    (tmp_path / "out_final.tmp").mkdir()
+    (tmp_path / "out_final.tmp" / "leftover").touch()
+    student.export(tmp_path / "out_final")
+    assert [p.name for p in tmp_path.iterdir()] == ["out_final"]
+    assert not (tmp_path / "out_final" / "leftover").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out_final")
+    ids = torch.arange(10)[None]
+    assert loaded.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+    assert torch.allclose(loaded.float()(ids).logits, student.model(ids).logits, atol=0 if precision == "fp32" else 0.1)
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
+
+
+def test_kept_layers_are_spaced_evenly() -> None:
+    assert kept_layers(30, 6) == [0, 6, 12, 17, 23, 29]
+    assert kept_layers(5, 5) == [0, 1, 2, 3, 4]
+    assert kept_layers(7, 2) == [0, 6]
+    assert kept_layers(7, 1) == [0]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_student_of_all_layers_is_its_teacher_and_fewer_are_chosen(name: str, tmp_path: Path) -> None:
+    teacher = make(name)
+    teacher.save_pretrained(tmp_path / "teacher")
+    make_tokenizer().save_pretrained(tmp_path / "teacher")
+    ids = torch.arange(12)[None]
+    init_student(tmp_path / "teacher", 4, tmp_path / "all")
+    same = AutoModelForCausalLM.from_pretrained(tmp_path / "all")
+    assert torch.allclose(same(ids).logits, teacher(ids).logits, atol=1e-5)
+    init_student(tmp_path / "teacher", 2, tmp_path / "two")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert small.config.num_hidden_layers == 2
+    assert torch.isfinite(small(ids).logits).all()
+    assert len(json.loads((tmp_path / "two" / "config.json").read_text()).get("layer_types") or [0, 0]) == 2
+
+
+def test_init_student_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    teacher = make_model_folder(tmp_path / "teacher", seed=0, hidden=16, layers=2)
+    with pytest.raises(InputError, match=r"--layers: 3, but .* has 2 layers"):
+        init_student(teacher, 3, tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(InputError, match="not empty"):
+        init_student(teacher, 1, tmp_path / "full")
+    with pytest.raises(InputError, match="no such model folder"):
+        init_student(tmp_path / "absent", 1, tmp_path / "out")
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "m", seed=0, hidden=16, layers=1)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="no weights"):
+        Student(spec_of(folder))
+    (folder / "model.safetensors").write_bytes(b"half a download")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        Student(spec_of(folder))
