@@ -149,6 +149,7 @@ class ShardReader:
             self._codec, self.layer = self._read_header()
             small = {name: self._file[name][:] for name in _SMALL_ARRAYS}
             self._record_arrays = {name: self._file[name][:] for name in self._codec.record_arrays}
+            self._entry_arrays = {name: self._file[name] for name in self._codec.entry_arrays}
         except InputError:
             raise
         except _H5_ERRORS as error:
@@ -220,7 +221,7 @@ class ShardReader:
         first, last = int(self._entry_offsets[start]), int(self._entry_offsets[end])
         arrays = {name: array[start:end] for name, array in self._record_arrays.items()}
         try:
-            arrays |= {name: self._file[name][first:last] for name in self._codec.entry_arrays}
+            arrays |= {name: stored[first:last] for name, stored in self._entry_arrays.items()}
         except _H5_ERRORS as error:
             raise damaged(self.path, error) from error
         return self._codec.decode(arrays)
