@@ -21,7 +21,7 @@ types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow

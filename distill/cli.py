@@ -112,7 +112,7 @@ def _verdict(error: BaseException) -> tuple[str, int]:
         case DistillError():
             return f"error: {error}", error.exit_code
         case KeyboardInterrupt():
-            return "interrupted", _EXIT_INTERRUPTED
+            return f"interrupted: {error}" if str(error) else "interrupted", _EXIT_INTERRUPTED
         case MemoryError():
             return f"error: out of memory {error}", _EXIT_MACHINE
         case OSError() if error.errno in _MACHINE_ERRORS:
