@@ -17,11 +17,11 @@ from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, sync_folder
 from distill.fused import StudentStatistics, dense_loss, dense_statistics, fused_loss, student_statistics
 from distill.head import UNKNOWN_HEAD, find_head, hidden_states, verified_head
 from distill.losses import LossFunction, SparseTargets
-from distill.models import load_causal_lm, quiet_transformers, stored_dtype, torch_dtype
+from distill.models import load_causal_lm, quiet_transformers, stored_dtype, torch_dtype, weight_files
 from distill.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,7 @@ def init_student(teacher_dir: Path, layers: int, out_dir: Path) -> None:
     quiet_transformers()
     if out_dir.exists() and any(out_dir.iterdir()):
         raise InputError(f"{out_dir}: not empty; name a new folder with --out")
+    weight_files(teacher_dir)
     dtype = stored_dtype(teacher_dir)
     teacher = load_causal_lm(teacher_dir, dtype=dtype, device="cpu", trust_remote_code=False)
     tokenizer = load_tokenizer(teacher_dir, trust_remote_code=False)
@@ -143,8 +144,7 @@ def init_student(teacher_dir: Path, layers: int, out_dir: Path) -> None:
         raise InputError(f"--layers: {layers}, but {teacher_dir} has {count} layers; use 1 to {count}")
     keep = kept_layers(count, layers)
     stack = _layer_stack(teacher, count, teacher_dir)
-    config = teacher.config.__class__.from_dict(_config_with_layers(teacher.config.to_dict(), keep))
-    config.num_hidden_layers = layers
+    config = type(teacher.config).from_dict(_config_with_layers(teacher.config, keep))
     student = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
     renamed = {f"{stack}.{old}.": f"{stack}.{new}." for new, old in enumerate(keep)}
     weights = {}
@@ -172,14 +172,16 @@ def _layer_stack(model: "PreTrainedModel", count: int, folder: Path) -> str:
     return outermost[0]
 
 
-def _config_with_layers(config: dict[str, Any], keep: list[int]) -> dict[str, Any]:
-    """Cut every list that has one value a layer (such as ``layer_types``) to the kept layers."""
-    count = max(keep) + 1
-    return {
-        name: [value[index] for index in keep] if isinstance(value, list) and len(value) == count else value
-        for name, value in config.items()
-        if name != "architectures" or len(value) != count
+def _config_with_layers(config: "PretrainedConfig", keep: list[int]) -> dict[str, Any]:
+    """The configuration with fewer layers; every list that has one value a layer (``layer_types``) is cut to them."""
+    count = config.num_hidden_layers
+    per_layer = {
+        name: [value[index] for index in keep]
+        for name, value in config.to_dict().items()
+        if isinstance(value, list) and len(value) == count and name != "architectures"
     }
+    name_of_count = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return config.to_dict() | per_layer | {name_of_count: len(keep)}
 
 
 def _save_model(model: "PreTrainedModel", folder: Path, dtype: str) -> None:
