@@ -5,7 +5,6 @@ JSON. A new state is written under another name, fsynced and renamed before the 
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distill.errors import InputError, MachineError
-from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, sync_folder, write_durably
+from distill.errors import InputError
+from distill.files import TEMPORARY_SUFFIX
+from distill.models import saved_folder
 
 _MODEL, _OPTIMIZER, _META = "model.safetensors", "optimizer.safetensors", "state.json"
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -40,21 +40,10 @@ def save_state(folder: Path, *, step: int, meta: Mapping[str, Any], model: nn.Mo
     final = folder / f"step_{step}"
     if final.exists():
         return  # the state that this run resumed from
-    temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder(temporary)
-    with os_errors("save the training state", final):
-        try:
-            save_file(_model_tensors(model), temporary / _MODEL)
-            save_file(_optimizer_tensors(optimizer) | _rng_tensors(), temporary / _OPTIMIZER)
-        except SafetensorError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise MachineError(f"{final}: cannot save the training state: {error}") from error
-        for name in (_MODEL, _OPTIMIZER):
-            _sync(temporary / name)
-        write_durably(temporary / _META, json.dumps({"step": step, **meta}).encode())
-        temporary.replace(final)
-        sync_folder(folder)
+    with saved_folder(final) as temporary:
+        save_file(_model_tensors(model), temporary / _MODEL)
+        save_file(_optimizer_tensors(optimizer) | _rng_tensors(), temporary / _OPTIMIZER)
+        (temporary / _META).write_text(json.dumps({"step": step, **meta}))
     for path in _states(folder):
         if path != final:
             shutil.rmtree(path, ignore_errors=True)
@@ -121,11 +110,3 @@ def _rng_tensors() -> dict[str, Tensor]:
 def _states(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@ boolean eat a verb, takes `-1e-5` for a flag, and knows neither pairs nor the ne
 comes from the schema.
 """
 
-import errno
 import functools
 import json
 import os
@@ -37,7 +36,7 @@ from distill.config import (
     suggest,
     value_text,
 )
-from distill.errors import DistillError, InputError
+from distill.errors import DistillError, InputError, machine_failed
 
 VERBS = {
     "run": "collect what is missing, then train: the default",
@@ -67,7 +66,6 @@ OPTIONS = {
 _STUDENT_OPTIONS = ("--from", "--layers", "--out")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM)
 _EXIT_MACHINE, _EXIT_INTERRUPTED, _EXIT_PIPE = 3, 130, 141
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -115,7 +113,7 @@ def _verdict(error: BaseException) -> tuple[str, int]:
             return f"interrupted: {error}" if str(error) else "interrupted", _EXIT_INTERRUPTED
         case MemoryError():
             return f"error: out of memory {error}", _EXIT_MACHINE
-        case OSError() if error.errno in _MACHINE_ERRORS:
+        case _ if machine_failed(error):
             return f"error: {error}", _EXIT_MACHINE
     return f"internal error: {type(error).__name__}: {error} (run with --debug for the traceback)", 1
 
@@ -207,6 +205,11 @@ def _setting(key: Key, text: str, *, said: str) -> Setting:
 
 def _check_combination(command: Command) -> None:
     """Refuse what makes no sense together, and let -topk switch top-K on."""
+    if "--yes" in command.switches and command.verb != "init-student":
+        raise InputError("--yes: is not available yet (nothing that a run does needs it)")
+    idle = {"--fresh", "--resume"} & command.switches
+    if idle and command.verb not in ("", "run", "train", "plan", "init-student"):
+        raise InputError(f"{min(idle)}: has no meaning for {command.verb}, only for run, train and plan")
     if {"--fresh", "--resume"} <= command.switches:
         raise InputError("--fresh: contradicts --resume; give one of them")
     told = {setting.key: setting for setting in command.settings}
@@ -244,6 +247,7 @@ def _execute(command: Command) -> None:
     if verb == "config":
         _say(_resolved(loaded))
         return
+    _warn_of_foreign_validation(loaded)
     from distill import pipeline
 
     commands = {
@@ -254,8 +258,15 @@ def _execute(command: Command) -> None:
         "evaluate": pipeline.evaluate,
     }
     given = command.switches
-    options = RunOptions("--fresh" in given, "--resume" in given, "--yes" in given, "--debug" in given)
+    options = RunOptions(fresh="--fresh" in given, resume="--resume" in given)
     commands[verb](loaded.config, options)
+
+
+def _warn_of_foreign_validation(loaded: LoadedConfig) -> None:
+    """A dataset of the command line, validated on one of the file: seldom what was meant."""
+    train, validation = (loaded.origins[key] for key in ("dataset_path", "validation_dataset_path"))
+    if train == "command line" and validation not in ("default", train):
+        sys.stderr.write(f"warning: dataset_path is new, but validation_dataset_path is still that of {validation}\n")
 
 
 def _init_student(command: Command) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,3 +37,14 @@ def collate(samples: Sequence[TokenizedSample]) -> TokenBatch:
     rows = [row * length + sample.targets.astype(np.int64) - 1 for row, sample in enumerate(samples)]
     labels = [sample.token_ids[sample.targets].astype(np.int64) for sample in samples]
     return TokenBatch(*(torch.from_numpy(array) for array in (token_ids, np.concatenate(rows), np.concatenate(labels))))
+
+
+def token_batches(lengths: npt.NDArray[np.int64], max_tokens: int) -> list[list[int]]:
+    """Rows by falling length, cut so that rows x longest stays within ``max_tokens`` (one row at least)."""
+    order = np.argsort(-lengths, kind="stable").tolist()
+    batches = []
+    while order:
+        rows = max(1, max_tokens // int(lengths[order[0]]))
+        batches.append(order[:rows])
+        order = order[rows:]
+    return batches

@@ -7,7 +7,7 @@ the parent writes the index and says which bytes may still be written.
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from distill.cache import Layer, ShardImage, ShardInfo, build_shard
-from distill.cache.layer import concat
 from distill.cache.shard import bytes_bound
-from distill.dataloader import token_batches
+from distill.collate import token_batches
 from distill.errors import InputError, MachineError
 from distill.files import BLOCK, free_bytes
+from distill.records import concat
 from distill.report import Console
 from distill.teacher import Teacher, TeacherSpec
 from distill.types import Records, TokenizedSample
@@ -194,13 +194,3 @@ def collect(
 def default_threads(workers: int) -> int:
     """Threads a worker gets when nothing is said: an equal share of the processors."""
     return max(1, (os.cpu_count() or 1) // workers)
-
-
-def distinct(samples: Sequence[TokenizedSample]) -> list[TokenizedSample]:
-    """Each sample once, by key, at its first place; its targets are those of all its duplicates."""
-    first: dict[bytes, TokenizedSample] = {}
-    for sample in samples:
-        known = first.setdefault(sample.key, sample)
-        if known is not sample and not np.array_equal(known.targets, sample.targets):
-            first[sample.key] = replace(known, targets=np.union1d(known.targets, sample.targets))
-    return list(first.values())

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from distill.cache import Layer, Located
-from distill.cache.layer import concat
 from distill.collate import TokenBatch, collate
 from distill.losses import SparseTargets
+from distill.records import concat
 from distill.types import Records, TokenizedSample
 
 _PREFETCH_STEPS = 4
@@ -166,14 +166,3 @@ def load_steps(data: CachedSamples, plan: StepPlan, *, first: int) -> Iterator[O
             yield pending.popleft().result(timeout=_READ_TIMEOUT)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def token_batches(lengths: npt.NDArray[np.int64], max_tokens: int) -> list[list[int]]:
-    """Rows by falling length, cut so that rows x longest stays within ``max_tokens`` (one row at least)."""
-    order = np.argsort(-lengths, kind="stable").tolist()
-    batches = []
-    while order:
-        rows = max(1, max_tokens // int(lengths[order[0]]))
-        batches.append(order[:rows])
-        order = order[rows:]
-    return batches

@@ -2,16 +2,15 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distill.errors import InputError, MachineError
+from distill.errors import InputError, MachineError, machine_failed
 
 BLOCK = 4096
 TEMPORARY_SUFFIX = ".tmp"
-
-_MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 @contextmanager
@@ -21,7 +20,7 @@ def os_errors(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _MACHINE_ERRNOS:
+        if machine_failed(error):
             raise MachineError(f"{path}: cannot {doing}: {reason} ({free_bytes(path):,} bytes free)") from error
         raise InputError(f"{path}: cannot {doing}: {reason}") from error
 
@@ -31,7 +30,8 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
 
     Raises MachineError (disk full, broken) or InputError (not writable); no temporary file stays behind then.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    # Two processes that write the same path must not write the same temporary file.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     with os_errors("write", path):
         try:
             with temporary.open("wb", buffering=0) as file:
@@ -43,7 +43,28 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync(path.parent)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Fill the folder that is yielded; it becomes ``path`` at once when the block ends, and is durable then.
+
+    ``path`` must not exist. After an error nothing is left of it; what a kill leaves is removed by the next try.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with os_errors("write", path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            for file in temporary.rglob("*"):
+                sync(file)
+            temporary.rename(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync(path.parent)
 
 
 def append_durably(path: Path, data: bytes) -> None:
@@ -62,8 +83,8 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def sync_folder(path: Path) -> None:
-    """fsync a folder, so that the names in it survive a power cut."""
+def sync(path: Path) -> None:
+    """fsync a file, or a folder, so that the names in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,15 +2,20 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import InputError, MachineError
-from distill.files import make_folder, os_errors, write_durably
+from distill.files import free_bytes, make_folder, os_errors, whole_folder, write_durably
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+# What changes without changing any logit; the compute type has a place of its own.
+_COSMETIC = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -28,6 +33,8 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob(pattern))
         if files:
             _check_shards(folder, files)
+            if "quantization_config" in read_model_config(folder):
+                raise InputError(f"{folder}: quantised models are not available yet")
             return files
     raise InputError(f"{folder}: no weights (*.safetensors) in this model folder; is the download complete?")
 
@@ -61,6 +68,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(f"{path}: not a JSON object")
     return config
+
+
+def config_digest(folder: Path) -> str:
+    """SHA-256 over what ``config.json`` says of the computation: the same weights can be run in more than one way."""
+    config = {name: value for name, value in read_model_config(folder).items() if name not in _COSMETIC}
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def compute_dtype(folder: Path, wanted: str, device: str) -> str:
@@ -113,8 +126,6 @@ def load_causal_lm(folder: Path, *, dtype: str, device: str, trust_remote_code: 
 
     weight_files(folder)
     quiet_transformers()
-    if "quantization_config" in read_model_config(folder):
-        raise InputError(f"{folder}: quantised models are not available yet")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -134,6 +145,18 @@ def load_causal_lm(folder: Path, *, dtype: str, device: str, trust_remote_code: 
         names = ", ".join(sorted(report["missing_keys"])[:3])
         raise InputError(f"{folder}: weights are missing ({names}, {len(report['missing_keys'])} in all)")
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def saved_folder(path: Path) -> Iterator[Path]:
+    """``files.whole_folder`` for weights: safetensors has an error class of its own for a full or broken disk."""
+    from safetensors import SafetensorError
+
+    try:
+        with whole_folder(path) as temporary:
+            yield temporary
+    except SafetensorError as error:
+        raise MachineError(f"{path}: cannot write: {error} ({free_bytes(path):,} bytes free)") from error
 
 
 def quiet_transformers() -> None:

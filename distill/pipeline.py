@@ -89,10 +89,10 @@ def collect(config: Config, options: RunOptions) -> None:
     """Collect what is missing, and no more."""
     console = Console()
     job = prepare(config, console)
-    check_cap(job, survey(job))
-    folder = RunFolder.create(_runs(config), job.layer.teacher, config.dump(), console)
-    with _outcome(folder, console, _summary(job)) as outcome:
-        outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, console))
+    with _work(job, console) as works:
+        folder = RunFolder.create(_runs(config), job.layer.teacher, config.dump(), console)
+        with _outcome(folder, console, _summary(job)) as outcome:
+            outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, works, console))
 
 
 def plan(config: Config, options: RunOptions) -> None:
@@ -127,7 +127,7 @@ def evaluate(config: Config, options: RunOptions) -> None:
 
 def survey(job: Job) -> dict[str, Work]:
     """What each split has and lacks."""
-    return {split: _work(job, split) for split in SPLITS}
+    return {split: _survey_split(job, split) for split in SPLITS}
 
 
 def check_cap(job: Job, works: dict[str, Work]) -> None:
@@ -152,7 +152,7 @@ def check_cap(job: Job, works: dict[str, Work]) -> None:
     )
 
 
-def _work(job: Job, split: str) -> Work:
+def _survey_split(job: Job, split: str) -> Work:
     config = job.config
     samples = job.splits[split].distinct()
     shards = plan_shards(
@@ -165,22 +165,44 @@ def _work(job: Job, split: str) -> Work:
     return Work(layer, shards, [shard for shard in rest if shard])
 
 
-def _collect_all(job: Job, console: Console) -> CacheUse:
-    """Fill the layers of all splits with one set of workers."""
+def _recover(job: Job, works: dict[str, Work], console: Console) -> dict[str, Work]:
+    """Before anything is planned: what kills left behind is adopted or removed. The caller holds the lock."""
+    for work in works.values():
+        if work.missing and work.layer.folder.exists():
+            for line in work.layer.prepare():
+                console.say(line)
+    return survey(job)
+
+
+def _collect_all(job: Job, works: dict[str, Work], console: Console) -> CacheUse:
+    """Fill the layers of all splits with one set of workers. The caller holds the lock, if anything is missing."""
     report = CollectReport()
-    works = survey(job)
     if any(work.missing for work in works.values()):
-        with ExitStack() as locks:
-            for split in SPLITS:
-                locks.enter_context(lock(works[split].layer.lock_path))
-                for line in Layer.open(job.dataset_folder / split, job.layer).prepare():
-                    console.say(line)
-            works = survey(job)  # with what was adopted, or collected by another process meanwhile
-            report = _collect_missing(job, works, console)
+        for work in works.values():
+            work.layer.prepare()
+        report = _collect_missing(job, works, console)
     for split, work in works.items():
         reused = work.targets - work.missing_targets
         console.say(f"{split}: {reused:,} targets from the cache, {work.missing_targets:,} collected")
     return CacheUse(report, reused_targets=sum(work.targets - work.missing_targets for work in works.values()))
+
+
+@contextmanager
+def _work(job: Job, console: Console, *, may_collect: bool = True) -> Iterator[dict[str, Work]]:
+    """What has to be collected, with the cap checked and, if that is anything, the cache locked for it.
+
+    One lock for all layers: the cap is one for all of them.
+    """
+    works = survey(job)
+    with ExitStack() as stack:
+        if any(work.missing for work in works.values()):
+            if not may_collect:
+                lacking = sum(work.missing_targets for work in works.values())
+                raise InputError(f"{job.dataset_folder}: {lacking:,} targets are not in the cache; run `collect` first")
+            stack.enter_context(lock(Path(job.config.paths.cache_folder) / "dataset.lock"))
+            works = _recover(job, works, console)
+            check_cap(job, works)
+        yield works
 
 
 def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> CollectReport:
@@ -189,7 +211,7 @@ def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> Coll
     spec = CollectSpec(
         teacher=job.teacher,
         layer=job.layer.describe(),
-        threads=collection.threads_per_worker or default_threads(workers),
+        threads=collection.threads_per_worker or default_threads(collection.num_inference_workers),
         tokens_per_batch=collection.collect_tokens_per_batch,
     )
     budget = Budget(_limit(job.config), disk_bytes(job.dataset_folder))
@@ -218,25 +240,25 @@ def _targets(shards: list[ShardPlan]) -> int:
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def _train(config: Config, options: RunOptions, *, may_collect: bool) -> None:
+def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
     console = Console()
-    config = settle(config, options)
+    config = settle(given, options)
     job = prepare(config, console)
     steps = plan_steps(config.training, job.splits["train"].samples, config.pipeline.seed)
     make_schedule(config.training, steps.total_steps)
-    works = survey(job)
-    if may_collect:
-        check_cap(job, works)
-    elif any(work.missing for work in works.values()):
-        lacking = sum(work.missing_targets for work in works.values())
-        raise InputError(f"{job.dataset_folder}: {lacking:,} targets are not in the cache; run `collect` first")
     state = state_folder(config)
-    with lock(state.with_name(f"{state.name}.lock")):
+    with lock(state.with_name(f"{state.name}.lock")), ExitStack() as collecting:
+        if settle(given, options) != config:
+            raise InputError(f"{state}: another start came first; start again")
+        works = collecting.enter_context(_work(job, console, may_collect=may_collect))
+        if any(work.missing for work in works.values()):
+            Student(job.student)  # what is wrong with it is better known before the teacher's work than after
         if options.fresh:
             set_aside(state)
         this_run, folder = _open_run(job, state, console)
         with _outcome(folder, console, _summary(job)) as outcome:
-            outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, console))
+            outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, works, console))
+            collecting.close()  # others may collect from now on
             report = _train_student(job, this_run, state, folder, console)
             outcome.summary = replace(
                 outcome.summary, train=_train_summary(report), validation=ValidationSummary(report.before, report.after)

@@ -2,15 +2,16 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from distill.cache import LayerSpec
-from distill.collect import distinct
 from distill.config import Config
 from distill.dataset import read_samples
 from distill.errors import InputError
-from distill.models import compute_dtype, read_model_config, resolve_device, weight_files, weights_digest
+from distill.models import compute_dtype, config_digest, read_model_config, resolve_device, weight_files, weights_digest
 from distill.report import Console
 from distill.student import StudentSpec
 from distill.teacher import TeacherSpec
@@ -79,8 +80,9 @@ class Job:
         """Digests of what a training starts from, by the name that a message uses."""
         cache_folder = Path(self.config.paths.cache_folder)
         return {
-            "the teacher or its settings": self.layer.folder_name.rpartition("-")[2],
+            "the teacher or its settings": self.layer.hex,
             "the student": weights_digest(self.student.folder, cache_folder / "digests.json"),
+            "the student's configuration": config_digest(self.student.folder),
             "the training samples": self.splits["train"].digest(),
             "the validation samples": self.splits["validation"].digest(),
         }
@@ -123,8 +125,9 @@ def prepare(config: Config, console: Console) -> Job:
             teacher=teacher_folder.name,
             weights=weights_digest(teacher_folder, Path(config.paths.cache_folder) / "digests.json"),
             dtype=dtype,
+            model_config=config_digest(teacher_folder),
             quantisation="none",
-            attention="sdpa",
+            attention="default",
             token_map=token_map_digest(student_tokenizer, crop),
             vocab_size=crop,
             mode="topk",
@@ -257,12 +260,29 @@ def hold_out(
 ) -> tuple[list[TokenizedSample], list[TokenizedSample]]:
     """Split off about ``fraction`` of the samples by their keys, so that no other sample changes a sample's side.
 
-    At least one distinct sample goes to each side; InputError if there is only one.
+    The pieces of a long sample stay together: the first one's key decides. At least one distinct sample goes to each
+    side; InputError if there is only one.
     """
-    keys = sorted({sample.key for sample in samples})
+    deciding: dict[str, bytes] = {}
+    for sample in samples:
+        deciding.setdefault(sample.where, sample.key)
+    keys = sorted(set(deciding.values()))
     if len(keys) < 2:
         raise InputError("dataset_path: one sample can't be split; give a validation_dataset_path")
     limit = int(fraction * (1 << 64)).to_bytes(9, "big")[1:]
     held = {key for key in keys if key[:8] < limit} or {keys[0]}
     held -= {keys[-1]}
-    return [s for s in samples if s.key not in held], [s for s in samples if s.key in held]
+    sides: tuple[list[TokenizedSample], list[TokenizedSample]] = ([], [])
+    for sample in samples:
+        sides[deciding[sample.where] in held].append(sample)
+    return sides
+
+
+def distinct(samples: Sequence[TokenizedSample]) -> list[TokenizedSample]:
+    """Each sample once, by key, at its first place; its targets are those of all its duplicates."""
+    first: dict[bytes, TokenizedSample] = {}
+    for sample in samples:
+        known = first.setdefault(sample.key, sample)
+        if known is not sample and not np.array_equal(known.targets, sample.targets):
+            first[sample.key] = replace(known, targets=np.union1d(known.targets, sample.targets))
+    return list(first.values())

@@ -4,6 +4,7 @@
 one goes on with it if the values that decide the result are the same.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from typing import Any
 from distill.config import Config, RunOptions
 from distill.errors import InputError
 from distill.files import make_folder, os_errors, write_durably
+from distill.optim import OBSERVING
 
 _RECORD = "run.json"
+_DONE = ".done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,20 @@ def finish_run(state: Path, run: Run, *, keep_state: bool) -> None:
     """The run is complete: its state goes, or stays under the name of its export."""
     with os_errors("finish the run", state):
         # Renamed first: whatever kills this process, no later run takes the old state for its own.
-        done = state.replace(free_name(state.with_name(f"{run.name}_final")))
-        if not keep_state:
-            shutil.rmtree(done)
+        if keep_state:
+            state.replace(free_name(state.with_name(f"{run.name}_final")))
+        else:
+            state.replace(free_name(state.with_name(f"{state.name}{_DONE}")))
+            for done in state.parent.glob(f"*{_DONE}*"):
+                shutil.rmtree(done, ignore_errors=True)
+
+
+def deciding(config: Config) -> dict[str, Any]:
+    """The keys that decide the trained student, as JSON has them."""
+    keys = config.deciding("result")
+    if config.training.lr_scheduler in OBSERVING:
+        keys["validate_every_n_epochs"] = config.training.validate_every_n_epochs
+    return dict(json.loads(json.dumps(keys)))
 
 
 def settle(config: Config, options: RunOptions) -> Config:
@@ -78,7 +92,7 @@ def settle(config: Config, options: RunOptions) -> Config:
     run = None if options.fresh else load_run(state_folder(config))
     if run is None:
         return config
-    now = json.loads(json.dumps(config.deciding("result")))
+    now = deciding(config)
     changed = [key for key in now if run.deciding.get(key, now[key]) != now[key]]
     if not changed:
         return config
@@ -102,12 +116,26 @@ def check_identity(run: Run, identity: Mapping[str, str]) -> None:
 
 
 def new_run(config: Config, identity: dict[str, str]) -> Run:
-    """A run under a name whose exports don't exist yet, without a run folder so far."""
-    stem = Path(config.paths.student_path or "student").name
-    taken = {path.name for path in export_folder(config).glob(f"{stem}*")}
-    names = [stem, *(f"{stem}-{number}" for number in range(2, len(taken) + 3))]
-    name = next(n for n in names if not any(t == f"{n}_final" or t.startswith(f"{n}_step_") for t in taken))
-    return Run(json.loads(json.dumps(config.deciding("result"))), identity, name, folder="")
+    """A run without a run folder so far, under a name that no other run has or will get.
+
+    The name is reserved by a file beside the exports, made by whoever comes first.
+    """
+    exports, stem = make_folder(export_folder(config)), Path(config.paths.student_path or "student").name
+    for number in itertools.count(1):
+        name = stem if number == 1 else f"{stem}-{number}"
+        taken = any(path.name == f"{name}_final" or path.name.startswith(f"{name}_step_") for path in exports.iterdir())
+        if not taken and _reserve(exports / f".{name}.reserved"):
+            return Run(deciding(config), identity, name, folder="")
+    raise AssertionError("numbers don't end")
+
+
+def _reserve(path: Path) -> bool:
+    with os_errors("reserve the student's name", path):
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
 
 
 def free_name(path: Path) -> Path:

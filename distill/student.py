@@ -1,7 +1,6 @@
 """The student: load, loss and statistics at target positions, export, and a new one made from a teacher's layers."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from distill.collate import TokenBatch
 from distill.errors import InputError
-from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, sync_folder
 from distill.fused import StudentStatistics, dense_loss, dense_statistics, fused_loss, student_statistics
 from distill.head import UNKNOWN_HEAD, find_head, hidden_states, verified_head
 from distill.losses import LossFunction, SparseTargets
-from distill.models import load_causal_lm, quiet_transformers, stored_dtype, torch_dtype, weight_files
+from distill.models import load_causal_lm, quiet_transformers, saved_folder, stored_dtype, torch_dtype, weight_files
 from distill.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -93,17 +91,12 @@ class Student:
         """An ordinary Hugging Face folder, there whole or not at all; bf16 students are stored as bf16."""
         if folder.exists():
             return  # made by this run before it was killed; the same step gives the same bytes
-        temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
-        shutil.rmtree(temporary, ignore_errors=True)
-        make_folder(temporary)
         tokenizer = load_tokenizer(self.spec.folder, trust_remote_code=self.spec.trust_remote_code)
         if self.spec.chat_template is not None:
             tokenizer.chat_template = self.spec.chat_template
-        with os_errors("export the student", folder):
+        with saved_folder(folder) as temporary:
             _save_model(self.model, temporary, "bf16" if self.spec.precision == "bf16" else "fp32")
             tokenizer.save_pretrained(temporary)
-            temporary.replace(folder)
-            sync_folder(folder.parent)
 
     def _target_hidden(self, tokens: TokenBatch) -> Tensor:
         return hidden_states(self.model, tokens.token_ids).flatten(0, 1)[tokens.predict_rows]
@@ -128,13 +121,13 @@ def kept_layers(layers: int, keep: int) -> list[int]:
 def init_student(teacher_dir: Path, layers: int, out_dir: Path) -> None:
     """Write a student that is the teacher with ``layers`` of its layers, all else kept.
 
-    Raises InputError if the teacher has fewer layers, keeps them in an unknown way, or ``out_dir`` isn't empty.
+    Raises InputError if the teacher has fewer layers, keeps them in an unknown way, or ``out_dir`` exists.
     """
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
-    if out_dir.exists() and any(out_dir.iterdir()):
-        raise InputError(f"{out_dir}: not empty; name a new folder with --out")
+    if out_dir.exists():
+        raise InputError(f"{out_dir}: exists; name a new folder with --out")
     weight_files(teacher_dir)
     dtype = stored_dtype(teacher_dir)
     teacher = load_causal_lm(teacher_dir, dtype=dtype, device="cpu", trust_remote_code=False)
@@ -155,10 +148,9 @@ def init_student(teacher_dir: Path, layers: int, out_dir: Path) -> None:
         elif not name.startswith(f"{stack}."):
             weights[name] = tensor
     student.load_state_dict(weights)
-    make_folder(out_dir)
-    with os_errors("write the student", out_dir):
-        student.save_pretrained(out_dir)
-        tokenizer.save_pretrained(out_dir)
+    with saved_folder(out_dir) as temporary:
+        student.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 def _layer_stack(model: "PreTrainedModel", count: int, folder: Path) -> str:

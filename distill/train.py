@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from distill.checkpoint import newest_state, restore, save_state
+from distill.collate import token_batches
 from distill.config import Training
-from distill.dataloader import CachedSamples, OptimizerStep, StepPlan, load_steps, token_batches
+from distill.dataloader import CachedSamples, OptimizerStep, StepPlan, load_steps
 from distill.errors import InputError
 from distill.evaluate import MetricSums, batch_metrics
 from distill.losses import build_loss
@@ -43,7 +44,7 @@ class TrainPaths:
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a training did; ``seconds``, ``tokens`` and ``targets`` over all its starts."""
+    """What a training did, over all its starts; ``seconds`` are those of its steps, without validation and saving."""
 
     steps: int
     seconds: float
@@ -122,23 +123,22 @@ class Trainer:
         if resumed is None:
             progress.before = self._validate(run_folder, tracker, console)
         student.model.train()
-        last_save, started = time.monotonic(), time.monotonic() - progress.seconds
+        last_save = time.monotonic()
         first = progress.step + 1
         with stop_signal() as stop, console.progress("training", total, "steps", done=progress.step) as bar:
             for step in load_steps(self._data, self._plan, first=first):
                 metrics = self._train_step(step)
-                progress.seconds = time.monotonic() - started
                 bar.advance(1, f"loss {metrics['loss']:.4f} lr {metrics['lr']:.2e}")
                 self._log("train", metrics, run_folder, tracker)
                 if self._due(self._config.validate_every_n_epochs) or progress.step == total:
                     progress.after = self._validate(run_folder, tracker, console)
                 if self._due(self._config.save_student_every_n_epochs) and progress.step < total:
                     student.export(self._paths.export(f"step_{progress.step}"))
-                minutes = (time.monotonic() - last_save) / 60
-                if stop.is_set() or minutes >= self._config.save_state_every_minutes:
+                minutes, stopping = (time.monotonic() - last_save) / 60, stop.is_set()
+                if stopping or minutes >= self._config.save_state_every_minutes:
                     self._save(run_folder)
                     last_save = time.monotonic()
-                if stop.is_set() and progress.step < total:
+                if stopping and progress.step < total:
                     raise Interrupted(f"stopped at step {progress.step} of {total}; the state is saved")
         final = self._paths.export("final")
         student.export(final)
@@ -168,7 +168,9 @@ class Trainer:
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        seconds = time.monotonic() - began
         self._progress.step = step.number
+        self._progress.seconds += seconds
         self._progress.tokens += step.num_tokens
         self._progress.targets += step.num_targets
         return {
@@ -176,7 +178,7 @@ class Trainer:
             "lr": lr,
             "grad_norm": float(grad_norm),
             "targets": step.num_targets,
-            "tokens_per_second": step.num_tokens / max(time.monotonic() - began, 1e-9),
+            "tokens_per_second": step.num_tokens / max(seconds, 1e-9),
         }
 
     def _due(self, every_epochs: float) -> bool:

@@ -58,6 +58,7 @@ def make_spec(**changes: object) -> LayerSpec:
     fields = {
         "teacher": "toy teacher",
         "weights": "w" * 64,
+        "model_config": "c" * 64,
         "dtype": "fp32",
         "quantisation": "none",
         "attention": "sdpa",

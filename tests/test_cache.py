@@ -1,6 +1,7 @@
 """Shards and layers: written and read bit for bit, found by content, and never lost."""
 
 import shutil
+import zlib
 from pathlib import Path
 
 import h5py
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 
 from distill.cache import Layer, ShardImage, ShardReader, build_shard
-from distill.cache.layer import concat, select
 from distill.cache.shard import bytes_bound, keys_path, shard_path
 from distill.codec import CODECS
 from distill.errors import InputError
 from distill.files import allocated
+from distill.records import concat, select
 from distill.types import TokenizedSample
 from tests.helpers import VOCAB, make_records, make_samples, make_spec, same_records
 
@@ -136,9 +137,27 @@ def test_a_shard_that_vanished_is_collected_again(tmp_path: Path) -> None:
     samples = make_samples(20)
     image = seal(layer, samples)
     shard_path(layer.folder, image.info.name).unlink()
+    assert len(Layer.open(tmp_path, SPEC).missing(samples)) == 20
+
+
+def test_a_layer_is_found_whatever_its_teacher_is_called(tmp_path: Path) -> None:
+    layer = new_layer(tmp_path)
+    samples = make_samples(5)
+    seal(layer, samples)
+    assert Layer.open(tmp_path, make_spec(teacher="renamed")).missing(samples) == []
+
+
+def test_an_index_line_of_another_version_is_made_anew(tmp_path: Path) -> None:
+    layer = new_layer(tmp_path)
+    samples = make_samples(5)
+    seal(layer, samples)
+    index = layer.folder / "index.jsonl"
+    text = index.read_bytes().partition(b" ")[2].strip().replace(b'"version": 1', b'"version": 2, "more": 3')
+    index.write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
     again = Layer.open(tmp_path, SPEC)
-    assert len(again.prepare()) == 1
-    assert len(again.missing(samples)) == 20
+    assert again.shards == {}
+    again.prepare()
+    assert again.missing(samples) == [] and again.shards == layer.shards
 
 
 def test_flipped_bits_are_refused_by_name(tmp_path: Path) -> None:
@@ -176,6 +195,7 @@ def test_a_shard_of_another_layer_is_refused(tmp_path: Path) -> None:
     "change",
     [
         {"weights": "x" * 64},
+        {"model_config": "x" * 64},
         {"dtype": "bf16"},
         {"quantisation": "nf4"},
         {"attention": "eager"},

@@ -65,20 +65,20 @@ def test_verbs_call_the_pipeline(verb: str, calls: Calls) -> None:
 
 def test_run_is_the_default_and_order_is_free(calls: Calls) -> None:
     words = [
-        ["--yes", "lr=0.5"],
-        ["lr=0.5", "--yes", "run"],
-        ["run", "--yes", "--lr=0.5"],
-        ["--lr", ".5", "run", "--yes"],
+        ["--fresh", "lr=0.5"],
+        ["lr=0.5", "--fresh", "run"],
+        ["run", "--fresh", "--lr=0.5"],
+        ["--lr", ".5", "run", "--fresh"],
     ]
     for line in words:
         assert cli.main(line) == 0
-    assert calls == [("run", Config.from_flat({"lr": 0.5}), RunOptions(yes=True))] * 4
+    assert calls == [("run", Config.from_flat({"lr": 0.5}), RunOptions(fresh=True))] * 4
 
 
 def test_options_reach_the_pipeline(calls: Calls) -> None:
     assert cli.main(["train", "--resume", "--debug"]) == 0
     assert cli.main(["train", "--fresh"]) == 0
-    assert [call[2] for call in calls] == [RunOptions(resume=True, debug=True), RunOptions(fresh=True)]
+    assert [call[2] for call in calls] == [RunOptions(resume=True), RunOptions(fresh=True)]
 
 
 def test_init_student(calls: Calls, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_editor_schema_allows_every_key_and_null() -> None:
 
 
 def test_run_options_default_to_nothing() -> None:
-    assert RunOptions() == RunOptions(fresh=False, resume=False, yes=False, debug=False)
+    assert RunOptions() == RunOptions(fresh=False, resume=False)
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.cache import Layer, build_shard
-from distill.cache.layer import concat
-from distill.collate import collate
-from distill.dataloader import CachedSamples, StepPlan, epoch_order, load_steps, pad, token_batches
+from distill.collate import collate, token_batches
+from distill.dataloader import CachedSamples, StepPlan, epoch_order, load_steps, pad
+from distill.records import concat, select
 from distill.types import TokenizedSample
 from tests.helpers import VOCAB, make_records, make_samples, make_spec
 
@@ -108,8 +108,6 @@ def test_the_token_before_a_target_predicts_it() -> None:
 def test_padding_repeats_the_first_id_without_mass(counts: list[int]) -> None:
     samples = make_samples(1)
     full = make_records(samples * 10, k=6)
-    from distill.cache.layer import select
-
     full = select(full, np.arange(len(counts)))
     keep = (np.arange(6) < np.array(counts)[:, None]).ravel()
     from dataclasses import replace

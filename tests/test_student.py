@@ -113,7 +113,7 @@ def test_init_student_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         init_student(teacher, 3, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(InputError, match="exists; name a new folder"):
         init_student(teacher, 1, tmp_path / "full")
     with pytest.raises(InputError, match="no such model folder"):
         init_student(tmp_path / "absent", 1, tmp_path / "out")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.cache.layer import concat
 from distill.errors import InputError
+from distill.records import concat
 from distill.teacher import Teacher, TeacherSpec, top_k_statistics
 from tests.architectures import ARCHITECTURES, VOCAB, make
 from tests.helpers import dense_logprobs, make_samples, top_k_records

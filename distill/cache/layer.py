@@ -1,8 +1,8 @@
 """A layer: the records of one teacher under one set of collection settings, in one folder.
 
-The folder holds ``layer.json`` (what it is), sealed shards with their key rows, ``index.jsonl`` (one line a sealed
-shard) and, while it is collected, a lock. The shards are the truth: an index line that is missing or torn is made
-anew from its shard, so a kill between any two writes costs nothing.
+The folder holds ``layer.json`` (what it is), sealed shards with their key rows, and ``index.jsonl`` (one line a sealed
+shard). The shards are the truth: an index line that is missing or torn is made anew from its shard, so a kill between
+any two writes costs nothing.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -28,9 +28,11 @@ from distill.cache.shard import (
 )
 from distill.errors import InputError
 from distill.files import TEMPORARY_SUFFIX, append_durably, disk_bytes, make_folder, os_errors, write_durably
+from distill.records import select
 from distill.types import Records, TokenizedSample
 
 _OPEN_SHARDS = 64
+INDEX_VERSION = 1
 _INDEX = "index.jsonl"
 _LAYER = "layer.json"
 
@@ -39,11 +41,13 @@ _LAYER = "layer.json"
 class LayerSpec:
     """Everything that decides what a record holds. Two layers are the same if and only if these are.
 
-    ``weights`` and ``token_map`` are digests, ``dtype`` the compute type of the teacher, ``vocab_size`` the crop.
+    ``weights``, ``model_config`` and ``token_map`` are digests, ``dtype`` is the teacher's compute type, ``vocab_size``
+    the crop.
     """
 
     teacher: str
     weights: str
+    model_config: str
     dtype: str
     quantisation: str
     attention: str
@@ -54,9 +58,13 @@ class LayerSpec:
     cache_precision: str
 
     def describe(self) -> dict[str, Any]:
-        """The fields that identify the layer, as they stand in ``layer.json`` and in every shard."""
+        """The fields that identify the layer, as they stand in ``layer.json`` and in every shard.
+
+        A field that comes later has to be left out at its default, or it would orphan every older cache.
+        """
         return {
             "weights": self.weights,
+            "model_config": self.model_config,
             "dtype": self.dtype,
             "quantisation": self.quantisation,
             "attention": self.attention,
@@ -71,9 +79,13 @@ class LayerSpec:
     @property
     def folder_name(self) -> str:
         """``<teacher>-<12 hex>``; the hex alone identifies the layer."""
-        digest = hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", self.teacher).strip("-.") or "teacher"
-        return f"{safe}-{digest[:12]}"
+        return f"{safe}-{self.hex}"
+
+    @property
+    def hex(self) -> str:
+        """12 hex digits that stand for ``describe()``."""
+        return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +98,23 @@ class Located:
 
 @dataclass(slots=True)
 class Layer:
-    """An opened layer. Readers take no lock; the one who collects holds ``layer.lock`` and alone writes the index."""
+    """An opened layer. Readers take no lock; the one who collects holds a lock and alone writes the index."""
 
     folder: Path
     spec: LayerSpec
     shards: dict[str, ShardInfo]
     _readers: "OrderedDict[str, ShardReader]" = field(default_factory=OrderedDict)
+    _verified: set[str] = field(default_factory=set)
 
     @classmethod
     def open(cls, parent: Path, spec: LayerSpec) -> Self:
-        """The layer of ``spec`` under ``parent``; an absent one is an empty one and isn't created."""
-        folder = parent / spec.folder_name
-        return cls(folder, spec, _read_index(folder / _INDEX))
+        """The layer of ``spec`` under ``parent``; an absent one is an empty one and isn't created.
+
+        Whatever the teacher's folder is called now, its layer is the one with the same hex.
+        """
+        folder = next(iter(sorted(parent.glob(f"*-{spec.hex}"))), parent / spec.folder_name)
+        there = {path.stem for path in folder.glob("*.h5")}
+        return cls(folder, spec, {name: info for name, info in _read_index(folder / _INDEX).items() if name in there})
 
     def __enter__(self) -> Self:
         return self
@@ -108,11 +125,6 @@ class Layer:
         self._readers.clear()
 
     # -- writing: only under the lock -------------------------------------------------------------------------------
-
-    @property
-    def lock_path(self) -> Path:
-        """The lock of the one who collects."""
-        return self.folder / "layer.lock"
 
     def prepare(self) -> list[str]:
         """Make the folder ready for new shards: remove temporary files, adopt sealed shards that the index lacks.
@@ -130,9 +142,6 @@ class Layer:
             if path.stem not in self.shards:
                 self._adopt(path)
                 mended.append(f"{path.name}: sealed before the index knew of it; adopted")
-        for name in [name for name in self.shards if not shard_path(self.folder, name).exists()]:
-            del self.shards[name]
-            mended.append(f"{name}.h5: in the index but gone; it will be collected again")
         for path in self.folder.glob("*.keys"):
             if path.stem not in self.shards:
                 path.unlink(missing_ok=True)
@@ -210,7 +219,8 @@ class Layer:
         if name in self._readers:
             self._readers.move_to_end(name)
             return self._readers[name]
-        reader = ShardReader(shard_path(self.folder, name), self.shards[name])
+        reader = ShardReader(shard_path(self.folder, name), None if name in self._verified else self.shards[name])
+        self._verified.add(name)
         if reader.layer != self.spec.describe():
             raise InputError(f"{reader.path}: belongs to another layer; move it away")
         self._readers[name] = reader
@@ -231,38 +241,8 @@ class Layer:
         return disk_bytes(self.folder) if self.folder.exists() else 0
 
 
-def select(records: Records, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Records:
-    """The given rows of ``records``."""
-    ends = np.cumsum(records.entry_counts)
-    starts = ends - records.entry_counts
-    counts = records.entry_counts[rows]
-    # Positions of the chosen records' entries: each record's start, repeated, plus a ramp inside the record.
-    ramp = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    entries = np.repeat(starts[rows], counts) + ramp
-    return Records(
-        entry_counts=counts,
-        entry_ids=records.entry_ids[entries],
-        entry_logprobs=records.entry_logprobs[entries],
-        tail_logprobs=records.tail_logprobs[rows],
-        label_logprobs=records.label_logprobs[rows],
-        entropies=records.entropies[rows],
-    )
-
-
-def concat(parts: Sequence[Records]) -> Records:
-    """Records one after the other."""
-    return Records(
-        entry_counts=np.concatenate([p.entry_counts for p in parts]),
-        entry_ids=np.concatenate([p.entry_ids for p in parts]),
-        entry_logprobs=np.concatenate([p.entry_logprobs for p in parts]),
-        tail_logprobs=np.concatenate([p.tail_logprobs for p in parts]),
-        label_logprobs=np.concatenate([p.label_logprobs for p in parts]),
-        entropies=np.concatenate([p.entropies for p in parts]),
-    )
-
-
 def _index_line(info: ShardInfo) -> bytes:
-    text = json.dumps(info.to_json(), sort_keys=True).encode()
+    text = json.dumps({"version": INDEX_VERSION, **info.to_json()}, sort_keys=True).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
@@ -274,8 +254,10 @@ def _read_index(path: Path) -> dict[str, ShardInfo]:
     shards = {}
     for line in lines:
         checksum, _, text = line.partition(b" ")
-        # A line that doesn't fit its checksum was torn by a kill; its shard is adopted by the next `prepare`.
-        if text and checksum == b"%08x" % zlib.crc32(text):
-            info = ShardInfo(**json.loads(text))
-            shards[info.name] = info
+        # A line that was torn by a kill, or is of another version, is made anew: `prepare` adopts its shard.
+        if not text or checksum != b"%08x" % zlib.crc32(text):
+            continue
+        entry = json.loads(text)
+        if entry.pop("version", None) == INDEX_VERSION:
+            shards[entry["name"]] = ShardInfo(**entry)
     return shards

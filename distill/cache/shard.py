@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from distill import __version__
 from distill.codec import CODECS, Codec, id_dtype
-from distill.errors import InputError
+from distill.errors import DistillError, InputError, MachineError, machine_failed
 from distill.files import allocated, write_durably
 from distill.types import ROLES, Records, Span, TokenizedSample, sample_key
 
@@ -253,8 +253,10 @@ _SMALL_ARRAYS = (
 )
 
 
-def damaged(path: Path, error: Exception) -> InputError:
+def damaged(path: Path, error: Exception) -> DistillError:
     """The error for a file that can't be read; a damaged shard is collected again once it is moved away."""
+    if machine_failed(error):
+        return MachineError(f"{path}: cannot be read: {error}")
     reason = " ".join(str(error).split())[:200]
     return InputError(f"{path}: damaged shard ({reason}); move it away and collect again")
 

@@ -26,16 +26,10 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a command may do, apart from the configuration.
-
-    ``fresh`` sets an unfinished run's state aside, ``resume`` goes on with its old values, ``yes`` allows what destroys
-    data collected earlier, ``debug`` shows tracebacks.
-    """
+    """What a command may do with an unfinished run: ``fresh`` sets its state aside, ``resume`` keeps its old values."""
 
     fresh: bool = False
     resume: bool = False
-    yes: bool = False
-    debug: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Model(Section):
     )
     save_topK: Count = key(64, "Ids kept of a distribution.", unit="ids", flag="-topk", decides="layer")  # noqa: N815
     device: Device | None = key(
-        None, "Device of the student, such as cpu or cuda:0; null takes the first that there is."
+        None, "Device of teacher and student, such as cpu or cuda:0; null takes the first GPU, else the CPU."
     )
 
 
@@ -145,7 +145,9 @@ class Collection(Section):
         None, "Memory left free on each GPU while collecting.", unit="GB", available=(None,)
     )
     teacher_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "Number format the teacher computes in; auto takes the one it was saved in.", decides="layer"
+        "auto",
+        "Number format the teacher computes in; auto is the one it was saved in on a GPU, and fp32 on a CPU.",
+        decides="layer",
     )
     threads_per_worker: Count | None = key(None, "CPU threads of a worker; null shares the cores out.", unit="threads")
     collect_tokens_per_batch: Count = key(4096, "Size of a teacher batch, padding included.", unit="tokens")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from distill.errors import DistillError, MachineError
+from distill.errors import DistillError, MachineError, machine_failed
 
 _ANSWER_TIMEOUT = 600.0  # seconds
 
@@ -87,7 +87,9 @@ class Failed:
         if isinstance(error, DistillError):
             return cls(type(error), str(error), trace)
         first_line = next(iter(str(error).splitlines()), "")
-        return cls(WorkerError, f"{type(error).__name__}: {first_line}", trace)
+        return cls(
+            MachineError if machine_failed(error) else WorkerError, f"{type(error).__name__}: {first_line}", trace
+        )
 
     def error(self) -> DistillError:
         """The exception to raise in the parent."""
