@@ -31,6 +31,8 @@ ShardPlan = tuple[TokenizedSample, ...]
 _SHARD_BYTES = 64 << 20
 # What the index takes for a shard, twice: it is rewritten sorted at the end.
 _INDEX_BYTES = 2 * 512
+# Folders and small files of a new layer.
+LAYER_BYTES = 8 * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class CollectReport:
 
 
 class Budget:
-    """The bytes that the cache may take on disk: of ``limit``, ``used`` are there, and some are promised to shards."""
+    """The bytes that the cache may take on disk: ``limit``, and how many are used or promised to a shard."""
 
     def __init__(self, limit: int, used: int) -> None:
         self._limit = limit
@@ -70,13 +72,13 @@ class Budget:
 
     def take(self, shard: str, size: int) -> None:
         """Promise ``size`` bytes to a shard, once however often it asks. Raises InputError if the cap forbids it."""
-        total = self._used + sum(self._promised.values()) - self._promised.get(shard, 0) + size
+        total = self._used - self._promised.get(shard, 0) + size
         if total > self._limit:
             raise InputError(
                 f"max_cache_size_gb: the cache would take {total / 1e9:.3f} of {self._limit / 1e9:g} GB;"
                 " raise it or lower save_topK; what was collected is kept"
             )
-        self._promised[shard] = size
+        self._used, self._promised[shard] = total, size
 
 
 def plan_shards(
@@ -102,9 +104,7 @@ def plan_shards(
 
 
 def plan_bytes(plan: Sequence[ShardPlan], *, top_k: int, vocab_size: int) -> int:
-    """An upper bound of what the planned shards and their layer's other files will take on disk."""
-    if not plan:
-        return 0
+    """An upper bound of what the planned shards will take on disk, their share of the index included."""
     sizes = (
         bytes_bound(sum(len(s.token_ids) for s in shard), sum(len(s.targets) for s in shard), top_k, vocab_size)
         + 64 * len(shard)
@@ -112,7 +112,7 @@ def plan_bytes(plan: Sequence[ShardPlan], *, top_k: int, vocab_size: int) -> int
         + _INDEX_BYTES
         for shard in plan
     )
-    return sum(sizes) + 8 * BLOCK
+    return sum(sizes)
 
 
 class CollectWorker:

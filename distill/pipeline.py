@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill.cache import Layer
-from distill.collect import Budget, CollectReport, CollectSpec, ShardPlan, default_threads, plan_bytes, plan_shards
+from distill.collect import (
+    LAYER_BYTES,
+    Budget,
+    CollectReport,
+    CollectSpec,
+    ShardPlan,
+    default_threads,
+    plan_bytes,
+    plan_shards,
+)
 from distill.collect import collect as collect_shards
 from distill.config import Config, RunOptions
 from distill.dataloader import CachedSamples
@@ -179,7 +188,8 @@ def _collect_all(job: Job, works: dict[str, Work], console: Console) -> CacheUse
     report = CollectReport()
     if any(work.missing for work in works.values()):
         for work in works.values():
-            work.layer.prepare()
+            if work.missing:
+                work.layer.prepare()
         report = _collect_missing(job, works, console)
     for split, work in works.items():
         reused = work.targets - work.missing_targets
@@ -220,9 +230,12 @@ def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> Coll
 
 
 def _needed_bytes(job: Job, works: dict[str, Work]) -> int:
-    return sum(
-        plan_bytes(work.missing, top_k=job.layer.top_k, vocab_size=job.layer.vocab_size) for work in works.values()
-    )
+    total = 0
+    for work in works.values():
+        total += plan_bytes(work.missing, top_k=job.layer.top_k, vocab_size=job.layer.vocab_size)
+        # A layer that is there already has its own small files among the used bytes.
+        total += LAYER_BYTES if work.missing and not work.layer.folder.exists() else 0
+    return total
 
 
 def _limit(config: Config) -> int:

@@ -131,7 +131,7 @@ def build_shard(
 def bytes_bound(tokens: int, targets: int, top_k: int, vocab_size: int) -> int:
     """An upper bound of what a shard takes on disk, both files: the arrays before compression and HDF5's own share."""
     per_entry = np.dtype(id_dtype(vocab_size)).itemsize + 2
-    return 16 * 1024 + tokens * 5 + targets * (24 + top_k * per_entry)
+    return 16 * 1024 + tokens * 8 + targets * (24 + top_k * per_entry)
 
 
 class ShardReader:
