@@ -1,0 +1,100 @@
+"""Which run is unfinished, under which name it exports, and when a start may go on with it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distill.config import Config, RunOptions
+from distill.errors import InputError
+from distill.runs import (
+    check_identity,
+    export_folder,
+    finish_run,
+    load_run,
+    new_run,
+    save_run,
+    set_aside,
+    settle,
+    state_folder,
+)
+
+IDENTITY = {"the student": "a", "the training samples": "b"}
+
+
+def config_of(tmp_path: Path, **changes: object) -> Config:
+    return Config.from_flat(
+        {"cache_folder": str(tmp_path), "student_path": str(tmp_path / "models" / "tiny"), **changes}
+    )
+
+
+def test_an_unfinished_run_is_found_and_goes_on_with_the_same_values(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run = new_run(config, IDENTITY)
+    save_run(state_folder(config), run)
+    assert load_run(state_folder(config)) == run
+    assert settle(config, RunOptions()) == config
+    # What decides nothing may change: how often is saved, how many workers there are.
+    settle(config_of(tmp_path, save_state_every_minutes=1, num_inference_workers=3), RunOptions())
+    check_identity(run, IDENTITY)
+
+
+def test_other_values_are_named_with_both_ways_out(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    save_run(state_folder(config), new_run(config, IDENTITY))
+    other = config_of(tmp_path, lr=0.5, batch_size=7)
+    with pytest.raises(InputError, match=r"batch_size \(was 4, now 7\), lr \(was 1e-05, now 0.5\).*--resume.*--fresh"):
+        settle(other, RunOptions())
+    assert settle(other, RunOptions(resume=True)) == config
+    assert settle(other, RunOptions(fresh=True)) == other
+
+
+def test_validation_times_decide_only_for_schedules_that_look(tmp_path: Path) -> None:
+    changes: dict[str, object] = {"lr_scheduler": "reduce_lr_on_plateau"}
+    config = config_of(tmp_path, **changes)
+    save_run(state_folder(config), new_run(config, IDENTITY))
+    with pytest.raises(InputError, match="validate_every_n_epochs"):
+        settle(config_of(tmp_path, validate_every_n_epochs=0.5, **changes), RunOptions())
+
+
+def test_other_models_or_samples_are_named(tmp_path: Path) -> None:
+    run = new_run(config_of(tmp_path), IDENTITY)
+    with pytest.raises(InputError, match="the training samples; --fresh"):
+        check_identity(run, IDENTITY | {"the training samples": "c"})
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (export_folder(config) / "tiny_final").mkdir(parents=True)
+    (export_folder(config) / "tiny-2_step_5").mkdir()
+    assert [new_run(config, IDENTITY).name for _ in range(2)] == ["tiny-3", "tiny-4"]
+    odd = config_of(tmp_path, student_path=str(tmp_path / "[a]"))
+    assert [new_run(odd, IDENTITY).name for _ in range(2)] == ["[a]", "[a]-2"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_finished_run_leaves_no_state_behind_that_another_could_take(tmp_path: Path, keep: bool) -> None:
+    config = config_of(tmp_path)
+    state, run = state_folder(config), new_run(config, IDENTITY)
+    save_run(state, run)
+    (state / "step_3").mkdir()
+    finish_run(state, run, keep_state=keep)
+    assert load_run(state) is None and not state.exists()
+    assert [path.name for path in state.parent.iterdir()] == (["tiny_final"] if keep else [])
+
+
+def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    for _ in range(2):
+        save_run(state_folder(config), new_run(config, IDENTITY))
+        set_aside(state_folder(config))
+    assert sorted(path.name for path in state_folder(config).parent.iterdir()) == ["tiny.old", "tiny.old-2"]
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    save_run(state_folder(config), replace(new_run(config, IDENTITY), folder="x"))
+    (state_folder(config) / "run.json").write_text("{")
+    with pytest.raises(InputError, match=r"run.json: damaged .*--fresh"):
+        settle(config, RunOptions())
+    settle(config, RunOptions(fresh=True))
