@@ -8,14 +8,10 @@ from pathlib import Path
 
 from distill.cache import Layer
 from distill.collect import (
-    LAYER_BYTES,
     Budget,
     CollectReport,
     CollectSpec,
-    ShardPlan,
     default_threads,
-    plan_bytes,
-    plan_shards,
 )
 from distill.collect import collect as collect_shards
 from distill.config import Config, RunOptions
@@ -23,6 +19,7 @@ from distill.dataloader import CachedSamples
 from distill.errors import DistillError, InputError
 from distill.files import disk_bytes
 from distill.lock import lock
+from distill.planning import Work, cap_bytes, check_cap, needed_bytes, planned_work, survey
 from distill.prepare import SPLITS, Job, Split, prepare
 from distill.report import (
     CacheSummary,
@@ -54,25 +51,6 @@ from distill.train import Trainer, TrainPaths, TrainReport, describe, make_sched
 from distill.train import evaluate as evaluate_student
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """A split's layer and shards, and which of them have to be collected (whole or in part)."""
-
-    layer: Layer
-    plan: list[ShardPlan]
-    missing: list[ShardPlan]
-
-    @property
-    def targets(self) -> int:
-        """Targets of all distinct samples."""
-        return _targets(self.plan)
-
-    @property
-    def missing_targets(self) -> int:
-        """Targets that have to be collected."""
-        return _targets(self.missing)
-
-
 @dataclass(frozen=True, slots=True)
 class CacheUse:
     """What the first stage made, and found made."""
@@ -98,7 +76,7 @@ def collect(config: Config, options: RunOptions) -> None:
     """Collect what is missing, and no more."""
     console = Console()
     job = prepare(config, console)
-    with _work(job, console) as works:
+    with planned_work(job, console) as works:
         folder = RunFolder.create(_runs(config), job.layer.teacher, config.dump(), console)
         with _outcome(folder, console, _summary(job)) as outcome:
             outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, works, console))
@@ -114,7 +92,7 @@ def plan(config: Config, options: RunOptions) -> None:
             f"{split}: {len(job.splits[split].samples):,} samples, {work.targets:,} targets in {len(work.plan)} shards;"
             f" {work.missing_targets:,} targets in {len(work.missing)} shards are to be collected"
         )
-    needed, used = _needed_bytes(job, works), disk_bytes(job.dataset_folder)
+    needed, used = needed_bytes(job, works), disk_bytes(job.dataset_folder)
     console.say(f"cache: {used / 1e9:.3f} GB now, {(used + needed) / 1e9:.3f} GB at most after collecting")
     steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
     console.say(f"training: {steps.total_steps:,} steps, {steps.steps_per_epoch:,} an epoch")
@@ -134,55 +112,6 @@ def evaluate(config: Config, options: RunOptions) -> None:
 # -- collecting ------------------------------------------------------------------------------------------------------
 
 
-def survey(job: Job) -> dict[str, Work]:
-    """What each split has and lacks."""
-    return {split: _survey_split(job, split) for split in SPLITS}
-
-
-def check_cap(job: Job, works: dict[str, Work]) -> None:
-    """Raises InputError, naming the smallest cap and the largest K that would do, if the plan exceeds the cap."""
-    limit = _limit(job.config)
-    used, needed = disk_bytes(job.dataset_folder), _needed_bytes(job, works)
-    if used + needed <= limit:
-        return
-
-    def fits(top_k: int) -> bool:
-        other = replace(job, layer=replace(job.layer, top_k=top_k))
-        return used + _needed_bytes(other, survey(other)) <= limit
-
-    low, high = 0, job.layer.top_k - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    smaller = f"or save_topK {low} at most" if low else "no smaller save_topK would do"
-    raise InputError(
-        f"max_cache_size_gb: the cache needs up to {(used + needed) / 1e9:.3f} GB of {limit / 1e9:g};"
-        f" set it to {_round_up_gb(used + needed)} at least, {smaller}"
-    )
-
-
-def _survey_split(job: Job, split: str) -> Work:
-    config = job.config
-    samples = job.splits[split].distinct()
-    shards = plan_shards(
-        samples, shard_targets=config.cache.shard_targets, top_k=job.layer.top_k, vocab_size=job.layer.vocab_size
-    )
-    layer = Layer.open(job.dataset_folder / split, job.layer)
-    with layer:
-        missing = {sample.key for sample in layer.missing(samples)}
-    rest = [tuple(sample for sample in shard if sample.key in missing) for shard in shards]
-    return Work(layer, shards, [shard for shard in rest if shard])
-
-
-def _recover(job: Job, works: dict[str, Work], console: Console) -> dict[str, Work]:
-    """Before anything is planned: what kills left behind is adopted or removed. The caller holds the lock."""
-    for work in works.values():
-        if work.missing and work.layer.folder.exists():
-            for line in work.layer.prepare():
-                console.say(line)
-    return survey(job)
-
-
 def _collect_all(job: Job, works: dict[str, Work], console: Console) -> CacheUse:
     """Fill the layers of all splits with one set of workers. The caller holds the lock, if anything is missing."""
     report = CollectReport()
@@ -197,24 +126,6 @@ def _collect_all(job: Job, works: dict[str, Work], console: Console) -> CacheUse
     return CacheUse(report, reused_targets=sum(work.targets - work.missing_targets for work in works.values()))
 
 
-@contextmanager
-def _work(job: Job, console: Console, *, may_collect: bool = True) -> Iterator[dict[str, Work]]:
-    """What has to be collected, with the cap checked and, if that is anything, the cache locked for it.
-
-    One lock for all layers: the cap is one for all of them.
-    """
-    works = survey(job)
-    with ExitStack() as stack:
-        if any(work.missing for work in works.values()):
-            if not may_collect:
-                lacking = sum(work.missing_targets for work in works.values())
-                raise InputError(f"{job.dataset_folder}: {lacking:,} targets are not in the cache; run `collect` first")
-            stack.enter_context(lock(Path(job.config.paths.cache_folder) / "dataset.lock"))
-            works = _recover(job, works, console)
-            check_cap(job, works)
-        yield works
-
-
 def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> CollectReport:
     collection = job.config.collection
     workers = min(collection.num_inference_workers, sum(len(work.missing) for work in works.values()))
@@ -224,30 +135,9 @@ def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> Coll
         threads=collection.threads_per_worker or default_threads(collection.num_inference_workers),
         tokens_per_batch=collection.collect_tokens_per_batch,
     )
-    budget = Budget(_limit(job.config), disk_bytes(job.dataset_folder))
+    budget = Budget(cap_bytes(job.config), disk_bytes(job.dataset_folder))
     work = [(work.layer, work.missing) for work in works.values()]
     return collect_shards(work, spec, workers=workers, budget=budget, console=console)
-
-
-def _needed_bytes(job: Job, works: dict[str, Work]) -> int:
-    total = 0
-    for work in works.values():
-        total += plan_bytes(work.missing, top_k=job.layer.top_k, vocab_size=job.layer.vocab_size)
-        # A layer that is there already has its own small files among the used bytes.
-        total += LAYER_BYTES if work.missing and not work.layer.folder.exists() else 0
-    return total
-
-
-def _limit(config: Config) -> int:
-    return int(config.cache.max_cache_size_gb * 1e9)
-
-
-def _round_up_gb(size: int) -> float:
-    return -(-size // 1_000_000) / 1000
-
-
-def _targets(shards: list[ShardPlan]) -> int:
-    return sum(len(sample.targets) for shard in shards for sample in shard)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -263,7 +153,7 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
     with lock(state.with_name(f"{state.name}.lock")), ExitStack() as collecting:
         if settle(given, options) != config:
             raise InputError(f"{state}: another start came first; start again")
-        works = collecting.enter_context(_work(job, console, may_collect=may_collect))
+        works = collecting.enter_context(planned_work(job, console, may_collect=may_collect))
         if any(work.missing for work in works.values()):
             Student(job.student)  # what is wrong with it is better known before the teacher's work than after
         if options.fresh:

@@ -18,6 +18,7 @@ LAYERS = [
     {"dataloader", "evaluate", "report"},
     {"collect", "train"},
     {"prepare", "runs"},
+    {"planning"},
     {"pipeline"},
     {"cli"},
 ]
