@@ -4,7 +4,9 @@
 JSON. A new state is written under another name, fsynced and renamed before the old one goes.
 """
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +45,8 @@ def save_state(folder: Path, *, step: int, meta: Mapping[str, Any], model: nn.Mo
     with saved_folder(final) as temporary:
         save_file(_model_tensors(model), temporary / _MODEL)
         save_file(_optimizer_tensors(optimizer) | _rng_tensors(), temporary / _OPTIMIZER)
-        (temporary / _META).write_text(json.dumps({"step": step, **meta}))
+        body = {"step": step, "meta": dict(meta), "files": {n: _digest(temporary / n) for n in (_MODEL, _OPTIMIZER)}}
+        (temporary / _META).write_text(json.dumps({"body": body, "sha256": _json_digest(body)}))
     for path in _states(folder):
         if path != final:
             shutil.rmtree(path, ignore_errors=True)
@@ -58,9 +61,15 @@ def newest_state(folder: Path) -> TrainState | None:
         return None
     path = states[-1]
     try:
-        meta = json.loads((path / _META).read_text())
-        return TrainState(meta.pop("step"), meta, load_file(path / _MODEL), load_file(path / _OPTIMIZER))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        document = json.loads((path / _META).read_text())
+        body = document["body"]
+        if _json_digest(body) != document["sha256"]:
+            raise ValueError(f"{_META} isn't what was saved")
+        for name, digest in body["files"].items():
+            if _digest(path / name) != digest:
+                raise ValueError(f"{name} isn't what was saved")
+        return TrainState(body["step"], body["meta"], load_file(path / _MODEL), load_file(path / _OPTIMIZER))
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise InputError(f"{path}: damaged training state ({error}); start again with --fresh") from error
 
 
@@ -107,6 +116,15 @@ def _rng_tensors() -> dict[str, Tensor]:
     return {_CPU_RNG: torch.get_rng_state(), **cuda}
 
 
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _json_digest(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
 def _states(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

@@ -5,18 +5,22 @@ boolean eat a verb, takes `-1e-5` for a flag, and knows neither pairs nor the ne
 comes from the schema.
 """
 
+import contextlib
 import functools
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from distill import __version__
@@ -259,7 +263,26 @@ def _execute(command: Command) -> None:
     }
     given = command.switches
     options = RunOptions(fresh="--fresh" in given, resume="--resume" in given)
-    commands[verb](loaded.config, options)
+    with _termination_as_interrupt():
+        commands[verb](loaded.config, options)
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: workers stopped, the summary written, exit code 130."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _warn_of_foreign_validation(loaded: LoadedConfig) -> None:

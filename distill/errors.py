@@ -6,7 +6,7 @@ Everything that isn't one of these, or ``machine_failed``, is a fault of ours an
 import errno
 
 MACHINE_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS}
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 )
 """What the operating system says when the machine, not the user's input, is at fault."""
 

@@ -33,6 +33,8 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob(pattern))
         if files:
             _check_shards(folder, files)
+            for path in files:
+                _check_whole(path)
             if "quantization_config" in read_model_config(folder):
                 raise InputError(f"{folder}: quantised models are not available yet")
             return files
@@ -41,7 +43,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def weights_digest(folder: Path, store: Path) -> str:
     """SHA-256 over the weight files, remembered in the JSON file ``store`` by path, size and time of change."""
-    known: dict[str, str] = json.loads(store.read_text()) if store.exists() else {}
+    known = _remembered(store)
     total = hashlib.sha256()
     changed = False
     for path in weight_files(folder):
@@ -63,7 +65,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: not a JSON object")
@@ -138,7 +140,17 @@ def load_causal_lm(folder: Path, *, dtype: str, device: str, trust_remote_code: 
         model = model.to(device).eval()
     except torch.cuda.OutOfMemoryError as error:
         raise MachineError(f"{folder}: does not fit on {device}; use a smaller model or another device") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        ImportError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        SafetensorError,
+    ) as error:  # whatever a configuration that isn't one makes transformers raise
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{folder}: cannot be loaded as a causal language model: {reason}") from error
     if report["missing_keys"]:
@@ -165,6 +177,35 @@ def quiet_transformers() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def _remembered(store: Path) -> dict[str, str]:
+    with os_errors("read", store):
+        if not store.exists():
+            return {}
+        try:
+            known = json.loads(store.read_bytes())
+        except (ValueError, RecursionError):
+            return {}  # derived data: computed again
+    return {k: v for k, v in known.items() if isinstance(v, str)} if isinstance(known, dict) else {}
+
+
+def _check_whole(path: Path) -> None:
+    """Half a download is shorter than a safetensors header says; a link of a hub's cache may lead nowhere."""
+    if not path.exists():
+        raise InputError(f"{path}: a link to a file that isn't there; complete the download")
+    if path.suffix != ".safetensors":
+        return
+    size = path.stat().st_size
+    with os_errors("read", path), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if 0 < length < size else {}
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            ends = []
+    if not ends or 8 + length + max(ends) != size:
+        raise InputError(f"{path}: not a whole safetensors file ({size:,} bytes); complete the download")
 
 
 def _check_shards(folder: Path, files: list[Path]) -> None:

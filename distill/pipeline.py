@@ -41,6 +41,7 @@ from distill.runs import (
     finish_run,
     load_run,
     new_run,
+    remove_leftovers,
     save_run,
     set_aside,
     settle,
@@ -83,7 +84,7 @@ def collect(config: Config, options: RunOptions) -> None:
 
 
 def plan(config: Config, options: RunOptions) -> None:
-    """Say what a run would do, and do nothing."""
+    """Say what a run would do, and do none of it; only the digests of the models are remembered."""
     console = Console()
     job = prepare(settle(config, options), console)
     works = survey(job)
@@ -148,7 +149,11 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
     config = settle(given, options)
     job = prepare(config, console)
     steps = plan_steps(config.training, job.splits["train"].samples, config.pipeline.seed)
-    make_schedule(config.training, steps.total_steps)
+    schedule = make_schedule(config.training, steps.total_steps)
+    if steps.total_steps == 1 and not schedule.lr(1):
+        console.warn(
+            "the only step of this training has a learning rate of 0: give more epochs or samples, or a final_lr"
+        )
     state = state_folder(config)
     with lock(state.with_name(f"{state.name}.lock")), ExitStack() as collecting:
         if settle(given, options) != config:
@@ -178,6 +183,7 @@ def _open_run(job: Job, state: Path, console: Console) -> tuple[Run, RunFolder]:
         this_run = new_run(job.config, identity)
     else:
         check_identity(unfinished, identity)
+        remove_leftovers(job.config, unfinished)
         this_run = unfinished
         if this_run.folder and Path(this_run.folder).is_dir():
             console.say(f"going on with the unfinished run in {this_run.folder}")

@@ -231,8 +231,8 @@ def _tokenize(
 
     samples = list(scored())
     if skipped:
-        kind, other = ("completion", "conversations") if completion_teacher else ("instruct", "completions")
-        what = f"{len(skipped)} {other} ({skipped[0]} first): the teacher is a {kind} model"
+        kind, other = ("a completion", "conversations") if completion_teacher else ("an instruct", "completions")
+        what = f"{len(skipped)} {other} ({skipped[0]} first): the teacher is {kind} model"
         if not samples:
             raise InputError(
                 f"{split}: nothing left to score, {what}; set ignore_model_type to score them all the same"

@@ -14,7 +14,7 @@ from typing import Any
 
 from distill.config import Config, RunOptions
 from distill.errors import InputError
-from distill.files import make_folder, os_errors, write_durably
+from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, write_durably
 from distill.optim import OBSERVING
 
 _RECORD = "run.json"
@@ -52,8 +52,11 @@ def load_run(state: Path) -> Run | None:
     if not path.exists():
         return None
     try:
-        return Run(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        run = Run(**json.loads(path.read_text()))
+        if [type(value) for value in (run.deciding, run.identity, run.name, run.folder)] != [dict, dict, str, str]:
+            raise ValueError("a value of the wrong type")
+        return run
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}); start again with --fresh") from error
 
 
@@ -101,6 +104,14 @@ def settle(config: Config, options: RunOptions) -> Config:
     raise _differs(", ".join(f"{key} (was {run.deciding[key]!r}, now {now[key]!r})" for key in changed))
 
 
+def remove_leftovers(config: Config, run: Run) -> None:
+    """Exports of ``run`` that a kill cut short."""
+    if export_folder(config).is_dir():
+        for path in export_folder(config).iterdir():
+            if path.name.startswith(f"{run.name}_") and path.name.endswith(TEMPORARY_SUFFIX):
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def set_aside(state: Path) -> None:
     """Move the state of an unfinished run out of the way; nothing is deleted."""
     if state.exists():
@@ -124,17 +135,19 @@ def new_run(config: Config, identity: dict[str, str]) -> Run:
     for number in itertools.count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         taken = any(path.name == f"{name}_final" or path.name.startswith(f"{name}_step_") for path in exports.iterdir())
-        if not taken and _reserve(exports / f".{name}.reserved"):
+        if not taken and _reserve(exports / f".{name}.reserved", owner=str(state_folder(config))):
             return Run(deciding(config), identity, name, folder="")
     raise AssertionError("numbers don't end")
 
 
-def _reserve(path: Path) -> bool:
+def _reserve(path: Path, owner: str) -> bool:
+    """Whether the name is ``owner``'s now; it stays so if a kill or an error came before its run was recorded."""
     with os_errors("reserve the student's name", path):
         try:
-            path.touch(exist_ok=False)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(owner)
         except FileExistsError:
-            return False
+            return path.read_text(encoding="utf-8") in (owner, "")
     return True
 
 

@@ -95,7 +95,13 @@ def test_damage_and_strangers_are_refused(tmp_path: Path) -> None:
     assert state is not None
     with pytest.raises(InputError, match="belongs to another student"):
         restore(state, *build(0, width=5))
-    path = tmp_path / "step_1" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(InputError, match="step_1: damaged training state"):
-        newest_state(tmp_path)
+    for path in (tmp_path / "step_1").iterdir():
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[-3] ^= 1
+        for damage in (whole[:50], bytes(flipped), b"[]"):
+            path.write_bytes(damage)
+            with pytest.raises(InputError, match="step_1: damaged training state"):
+                newest_state(tmp_path)
+        path.write_bytes(whole)
+    assert newest_state(tmp_path) is not None

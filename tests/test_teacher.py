@@ -28,7 +28,8 @@ def test_statistics_equal_float64(seed: int, k: int) -> None:
     logprobs, labels = dense_logprobs(rng, 6), rng.integers(0, 97, 6)
     expected = top_k_records(logprobs, labels, k)
     got = top_k_statistics(torch.from_numpy(logprobs + rng.normal(0, 30, (6, 1))).float(), torch.from_numpy(labels), k)
-    assert np.array_equal(got.ids.flatten().numpy(), expected.entry_ids)
+    # float32 may swap what float64 tells apart by less than a rounding error: the values at the ids are what counts.
+    assert np.allclose(np.take_along_axis(logprobs, got.ids.numpy(), 1).ravel(), expected.entry_logprobs, atol=3e-5)
     for mine, theirs in (
         (got.logprobs.flatten(), expected.entry_logprobs),
         (got.label_logprobs, expected.label_logprobs),

@@ -112,9 +112,11 @@ class Layer:
 
         Whatever the teacher's folder is called now, its layer is the one with the same hex.
         """
-        folder = next(iter(sorted(parent.glob(f"*-{spec.hex}"))), parent / spec.folder_name)
-        there = {path.stem for path in folder.glob("*.h5")}
-        return cls(folder, spec, {name: info for name, info in _read_index(folder / _INDEX).items() if name in there})
+        folders = sorted(parent.glob(f"*-{spec.hex}"), key=lambda folder: (not any(folder.glob("*.h5")), folder))
+        folder = next(iter(folders), parent / spec.folder_name)
+        sizes = {path.stem: path.stat().st_size for path in folder.glob("*.h5")}
+        index = _read_index(folder / _INDEX)
+        return cls(folder, spec, {name: info for name, info in index.items() if sizes.get(name) == info.bytes})
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +136,8 @@ class Layer:
         make_folder(self.folder)
         mended = []
         for path in self.folder.glob(f"*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
+            if path.is_file():
+                path.unlink(missing_ok=True)
         if not (self.folder / _LAYER).exists():
             text = json.dumps({"teacher": self.spec.teacher, **self.spec.describe()}, indent=2)
             write_durably(self.folder / _LAYER, text.encode())
@@ -142,6 +145,10 @@ class Layer:
             if path.stem not in self.shards:
                 self._adopt(path)
                 mended.append(f"{path.name}: sealed before the index knew of it; adopted")
+        for name in self.shards:
+            path = keys_path(self.folder, name)
+            if not path.exists() or shard_name(path.read_bytes()) != name:
+                write_durably(path, self.reader(name).key_rows())
         for path in self.folder.glob("*.keys"):
             if path.stem not in self.shards:
                 path.unlink(missing_ok=True)
