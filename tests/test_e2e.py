@@ -280,7 +280,7 @@ def test_ten_kills_at_random_instants_change_nothing(
     """Of the parent alone and of the whole group; while states, shards and exports are written too."""
     changes: dict[str, object] = {"save_state_every_minutes": 0, "shard_targets": 60}
     if stage == "train":
-        changes |= {"num_epochs": 40, "save_student_every_n_epochs": 5}
+        changes |= {"num_epochs": 150, "save_student_every_n_epochs": 30}
     whole, killed_at = (write_config(tmp_path / n, teacher_folder, student_folder, text_file, **changes) for n in "ab")
     base = seconds_to_start(whole)
     if stage == "train":
@@ -296,7 +296,7 @@ def test_ten_kills_at_random_instants_change_nothing(
         if killed >= 10:
             break
         # A start that collects loads its teacher first; one that trains makes headway at once.
-        span = chooser.uniform(0.1, 1.0) * work if stage == "collect" else chooser.uniform(0.0, 0.15) * work
+        span = chooser.uniform(0.1, 1.0) * work if stage == "collect" else chooser.uniform(0.0, 0.04) * work
         killed += kill_and_restart(killed_at, verb, delays=[base + span], group=number % 2 == 0)
     assert killed >= 10
     distill(killed_at, *verb)
