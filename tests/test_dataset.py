@@ -1,12 +1,15 @@
+import errno
 import json
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distill.dataset import read_samples
-from distill.errors import InputError
+from distill.errors import InputError, MachineError
 from distill.types import Sample, Turn
 
 
@@ -72,7 +75,7 @@ def test_forms_of_completions(row: object) -> None:
     assert sample.is_completion
 
 
-def test_lines_keep_their_physical_numbers() -> None:
+def test_a18_blank_lines_lose_nothing_and_lines_keep_their_physical_numbers() -> None:  # microsoft/graphrag#2424
     content = b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b\xe2\x80\xa8c"}\r\n{"text": "d"}'
     assert read("a.jsonl", content) == [
         Sample("a.jsonl:1", text="a"),
@@ -81,7 +84,7 @@ def test_lines_keep_their_physical_numbers() -> None:
     ]
 
 
-def test_byte_order_mark_and_line_ends_change_nothing() -> None:
+def test_a17_byte_order_mark_and_line_ends_change_nothing() -> None:  # huggingface/datasets#8243
     rows = '{"text": "a"}\n{"text": "b"}\n'
     plain = read("a.jsonl", rows)
     assert read("a.jsonl", "\ufeff" + rows.replace("\n", "\r\n")) == plain
@@ -116,6 +119,7 @@ def test_any_text_survives_in_either_container(texts: list[str]) -> None:
 
 
 GOOD = '{"text": "good"}\n'
+KINDS = ".jsonl, .json, .txt, .csv (also .gz or .zst) and .parquet"
 KNOWN = "known are conversations, messages, prompt, text"
 
 
@@ -209,10 +213,23 @@ KNOWN = "known are conversations, messages, prompt, text"
         ("a.txt", "", "a.txt:1: the file is empty"),
         ("a.txt", " \n", "a.txt:1: the file is empty"),
         ("a.txt", b"one\ntwo\xe9", "a.txt:2: not UTF-8 (byte 0xe9)"),
-        ("a.parquet", "", "a.parquet: .parquet files are not available yet"),
-        ("a.jsonl.gz", "", "a.jsonl.gz: .gz files are not available yet"),
-        ("a.csv", "", "a.csv: .csv files are not available yet"),
-        ("a.doc", "", "a.doc: not a kind of file that can be read; known are .jsonl, .json, .txt"),
+        ("a.doc", "", f"a.doc: not a kind of file that can be read; known are {KINDS}"),
+        ("a.tar.gz", "", f"a.tar.gz: not a kind of file that can be read; known are {KINDS}"),
+        ("a.parquet.gz", "", "a.parquet.gz: not a kind of file that can be read"),
+        ("a.csv", "", "a.csv: no samples in it"),
+        ("a.csv", "text\r\n", "a.csv: no samples in it"),
+        ("a.csv", "body\na\n", "a.csv:1: no known column in ['body']; known are conversations, messages, prompt, text"),
+        ("a.csv", "\ntext,text\na,b\n", "a.csv:2: the column 'text' is given twice"),
+        ("a.csv", "text,n\na,1\n\nb\n", "a.csv:4: 1 cells, but the header has 2; is a quote missing?"),
+        ("a.csv", 'text\n"a\nb"\n"c\n', "a.csv:4: broken CSV: unexpected end of data"),
+        ("a.csv", 'text\n"a" b\n', "a.csv:2: broken CSV: ',' expected after '\"'; is a quote missing"),
+        ("a.csv", b"text\na\n\xff\n", "a.csv:3: not UTF-8 (byte 0xff)"),
+        ("a.csv", 'text\n" "\n', "a.csv:2: text is empty"),
+        ("a.csv", 'text\n""\n', "a.csv:2: unknown form of row with the keys []; known are conversations, messages, "),
+        ("a.csv", "prompt,response\na,\n", "prompt, text (empty: response)"),
+        ("a.csv", "messages\n[{]\n", "a.csv:2: messages: broken JSON: Expecting property name enclosed in"),
+        ("a.csv", 'tags,text\n"[""x"", ""x""",b\n', "a.csv:2: tags: broken JSON: Expecting ',' delimiter"),
+        ("a.csv", "messages\n[1] 2\n", "a.csv:2: messages: broken JSON: more than one value"),
     ],
 )
 def test_bad_input_is_one_line_with_its_place(name: str, content: str | bytes, message: str) -> None:
@@ -224,20 +241,32 @@ def test_bad_input_is_one_line_with_its_place(name: str, content: str | bytes, m
 
 def test_bad_paths() -> None:
     Path("empty").mkdir()
-    Path("later").mkdir()
-    Path("later/a.txt").write_text("a")
-    Path("later/b.parquet").write_text("a")
+    Path("empty/notes.doc").touch()
     for path, message in [
         ("missing.jsonl", "missing.jsonl: no such file or folder"),
-        ("owner/data-set", "owner/data-set: no such file or folder; Hugging Face dataset ids are not available yet"),
-        ("empty", "empty: no .jsonl, .json, .txt file in this folder"),
-        ("later", "later/b.parquet: .parquet files are not available yet; convert it to .jsonl"),
+        ("missing/file.parquet", "missing/file.parquet: no such file or folder"),
+        ("./missing/folder", "missing/folder: no such file or folder"),
+        ("/missing/folder", "/missing/folder: no such file or folder"),
+        ("empty", f"empty: no file in this folder that can be read; known are {KINDS}"),
     ]:
         with pytest.raises(InputError) as error:
             list(read_samples(path))
         assert str(error.value) == message
     with pytest.raises(InputError, match="dataset_path: no samples"):
         list(read_samples([]))
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EIO, MachineError), (errno.EACCES, InputError)])
+def test_a_failing_disk_is_not_the_users_fault(
+    number: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    Path("a.txt").write_text("a")
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(error, match=rf"^a\.txt: can't be read: {os.strerror(number)}"):
+        list(read_samples("a.txt"))
 
 
 def test_nothing_is_read_before_all_paths_are_known_to_exist() -> None:

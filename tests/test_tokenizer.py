@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 
+from distill.config import Config
 from distill.errors import InputError
 from distill.tokenizer import (
     ChatTemplate,
@@ -195,11 +196,20 @@ def test_first_answer_token_to_end_mark() -> None:  # tloen/alpaca-lora#306
     assert result.spans == (Span(3, 7, "user"), Span(11, 16, "assistant"))
 
 
-def test_prompt_format_takes_backslash_n_and_t_literally_or_not() -> None:
-    literal = PromptFormat.from_mapping({**FORMAT, "SYS_START": "\\t#\\n"}, "x").render(talk("a", "b", system="c"))
-    real = PromptFormat.from_mapping({**FORMAT, "SYS_START": "\t#\n", "SYS_END": "\n"}, "x")
-    assert literal == real.render(talk("a", "b", system="c"))
-    assert literal.text == "\t#\nc\n### User:\na\n### Assistant:\nb</s>\n"
+def test_prompt_formats_are_unescaped_once(tmp_path: Path) -> None:
+    """The configuration does it for its own; a file in a model folder may have typed escapes, too."""
+    typed, real = {**FORMAT, "SYS_START": "\\t#\\n"}, {**FORMAT, "SYS_START": "\t#\n"}
+    sample = talk("a", "b", system="c")
+    (tmp_path / "prompt_format.json").write_text(json.dumps(typed))
+    from_file = resolve_template(None, [(tmp_path, make("bytes"))])
+    assert from_file is not None
+    assert from_file.render(sample) == PromptFormat.from_mapping(real, "x").render(sample)
+    assert from_file.render(sample).text == "\t#\nc\n### User:\na\n### Assistant:\nb</s>\n"
+    assert PromptFormat.from_mapping(typed, "x").render(sample).text.startswith("\\t#\\nc\n")
+    config = Config.from_flat({"prompt_format": {**FORMAT, "SYS_START": "\\\\n"}}).student.prompt_format
+    from_config = resolve_template(config, [])
+    assert from_config is not None
+    assert from_config.render(sample).text.startswith("\\\nc"), "a backslash before an escape stays one"
 
 
 def test_templates_see_a_fixed_date() -> None:

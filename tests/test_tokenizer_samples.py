@@ -1,4 +1,6 @@
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,11 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distill.errors import InputError
-from distill.tokenizer import (
-    PromptFormat,
-    SampleTokenizer,
-    tokenize_dataset,
-)
+from distill.tokenizer import ChatTemplate, PromptFormat, SampleTokenizer, tokenize_dataset
+from distill.tokenizer.samples import TokenizedResult
 from distill.types import Sample, Span, Turn
 from tests.tokenizer_zoo import (
     ALL_ROLES,
@@ -144,6 +143,66 @@ def test_truncation_stays_inside_the_context() -> None:
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(KINDS)), st.lists(conversations(ANY_TEXT) | ANY_TEXT.map(text), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_in_batches_and_one_by_one_is_the_same(kind: str, samples: list[Sample]) -> None:
+    tokenizer = build(kind, "zephyr", context_len=16, saved_roles=ALL_ROLES)
+    assert outcome(tokenizer.explain_all(samples)) == outcome((s, tokenizer.explain(s)) for s in samples)
+
+
+def outcome(results: Iterable[tuple[Sample, TokenizedResult]]) -> list[object]:
+    """All results up to the first bad sample, and what is said of that one."""
+    done: list[object] = []
+    try:
+        for sample, result in results:
+            done.append((sample, plain(result)))
+    except InputError as error:
+        done.append(str(error))
+    return done
+
+
+def plain(result: TokenizedResult) -> object:
+    pieces = [
+        (p.where, p.is_completion, p.token_ids.tolist(), p.spans, p.targets.tolist(), p.key) for p in result.pieces
+    ]
+    return result.fate, result.reason, pieces
+
+
+def test_samples_before_a_bad_one_are_given_whatever_is_bad_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [text("hello"), talk("a", "b"), text("the")]
+    tokenizer = build("bytes", "gemma")
+    for bad in (talk("a", "b", system="c"), text("\U00104000")):  # refused by the template, and by the encoder
+        for at in range(4):
+            samples = [*good[:at], bad, *good[at:], talk("a", "b", system="c")]
+            *before, message = outcome(tokenizer.explain_all(samples))
+            assert [sample for sample, _ in before] == good[:at]
+            assert ("private character" if bad.is_completion else "System role") in message
+    monkeypatch.setattr("distill.tokenizer.samples._BATCH_CHARACTERS", 5)
+    assert outcome(tokenizer.explain_all(iter(good * 3))) == outcome((s, tokenizer.explain(s)) for s in good * 3)
+
+
+def test_a9_samples_that_truncation_leaves_no_target_are_counted_and_named() -> None:  # huggingface/trl#6668
+    long, good = replace(talk("the " * 40, "five"), where="d:2"), replace(talk("a", "b"), where="d:1")
+    tokenizer = build("bytes", "chatml", context_len=32)
+    found = tokenize_dataset([good, long], tokenizer)
+    assert [sample.where for sample in found.samples] == ["d:1"]
+    assert (found.counts.without_target, found.counts.first_without_target) == (1, "d:2")
+    with pytest.raises(InputError, match=r"^no sample has a target: d:2: context_len 32 ends before it; raise it$"):
+        tokenize_dataset([long], tokenizer)
+
+
+def test_a12_one_bos_where_template_and_tokenizer_both_add_it() -> None:  # OpenRLHF/OpenRLHF#393
+    template = ChatTemplate.of(make("bytes", "llama3", True), "student")
+    found = [
+        one(SampleTokenizer(make("bytes", "llama3", adds_bos), template, rules()).tokenize(talk("2+3?", "five")))
+        for adds_bos in (True, False)  # as for a teacher and a student whose tokenizers differ in this alone
+    ]
+    assert tokens("bytes", found[0].token_ids).count("<s>") == 1
+    assert tokens("bytes", found[0].token_ids)[0] == "<s>"
+    assert found[0].token_ids.tolist() == found[1].token_ids.tolist()
+    assert found[0].key == found[1].key
 
 
 def test_counts() -> None:

@@ -160,12 +160,12 @@ def make(kind: str, template: str | None = None, adds_bos: bool = False, named: 
 # -- samples ----------------------------------------------------------------------------------------------------------
 
 FORMAT = {
-    "SYS_START": "### System:\\n",
-    "SYS_END": "\\n",
-    "USER_START": "### User:\\n",
-    "USER_END": "\\n",
-    "ASSISTANT_START": "### Assistant:\\n",
-    "ASSISTANT_END": "</s>\\n",
+    "SYS_START": "### System:\n",
+    "SYS_END": "\n",
+    "USER_START": "### User:\n",
+    "USER_END": "\n",
+    "ASSISTANT_START": "### Assistant:\n",
+    "ASSISTANT_END": "</s>\n",
 }
 ALL_ROLES: frozenset[Role] = frozenset({"system", "user", "assistant"})
 

@@ -30,9 +30,12 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenize
     path = folder / "tokenizer.json"
     if path.exists() and not isinstance(read_object(path).get("model"), dict):
         raise InputError(f"{path}: not a tokenizer (it has no model); is the download complete?")
+    packed = [] if (path.exists() or (folder / "tokenizer_config.json").exists()) else sorted(folder.glob("*.gguf"))
+    # A lone GGUF file brings its tokenizer along.
+    where = {"gguf_file": packed[0].name} if packed else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code, **where
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -65,11 +68,15 @@ def real_vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def fit_vocabularies(
-    teacher_tokenizer: "PreTrainedTokenizerBase", student_tokenizer: "PreTrainedTokenizerBase", crop: int | None
+    teacher_tokenizer: "PreTrainedTokenizerBase",
+    student_tokenizer: "PreTrainedTokenizerBase",
+    crop: int | None,
+    name: str = "",
 ) -> int:
     """How many ids, counted from 0, teacher and student share: ``crop``, or the smaller real vocabulary for ``None``.
 
-    A crop beyond both vocabularies is cut to them: the rows that heads have up there stand for nothing.
+    A crop beyond both vocabularies is cut to them: the rows that heads have up there stand for nothing. ``name`` is the
+    teacher's, for the message.
 
     Raises InputError with the first id below the crop that isn't the same token in both (absent in both is the same).
     """
@@ -80,8 +87,9 @@ def fit_vocabularies(
         theirs, ours = teacher.get(token_id), student.get(token_id)
         if theirs != ours:
             raise InputError(
-                f"teacher and student don't fit: id {token_id} is {_named(theirs)} for the teacher and {_named(ours)} "
-                f"for the student; take models of one vocabulary, or set crop_distr_to_size to {token_id} or less"
+                f"teacher{name and ' '}{name} and student don't fit: id {token_id} is {_named(theirs)} for the teacher "
+                f"and {_named(ours)} for the student; take models of one vocabulary, or set crop_distr_to_size to "
+                f"{token_id} or less"
             )
     return wanted
 

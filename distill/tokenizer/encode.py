@@ -7,13 +7,12 @@ a text they are renamed too, in contents they aren't, and so are plain text ther
 
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from distill.errors import InputError
 from distill.tokenizer.render import Content, Rendering
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 # Private names are made of characters from the private use plane 16, far from the few that fonts have taken there.
 _FIRST_PRIVATE = 0x104000
+_START, _END = itemgetter(0), itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,61 +54,59 @@ class Encoder:
         longest_first = sorted(names, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._private = re.compile(f"[{''.join(name[0] for name in names.values())}]" if names else "(?!)")
-        self._backend = _renamed(tokenizer.backend_tokenizer, names)
+        self._backend = _with_names(tokenizer.backend_tokenizer, names)
         assert all(self._backend.token_to_id(names.get(t.content, t.content)) == i for i, t in added.items())
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         self.control_ids = frozenset(self._ids.values()) - ({tokenizer.unk_token_id} - {self.bos_id, self.eos_id})
         self.prefix = _prefix(tokenizer)
 
-    def encode(self, rendering: Rendering, where: str) -> Encoded:
-        """Tokens and spans of a rendering; a completion is a rendering that is all content.
+    def encode(self, renderings: Sequence[Rendering], wheres: Sequence[str]) -> Iterator[Encoded]:
+        """Tokens and spans of each rendering, all encoded in one call; a completion is a rendering that is all content.
 
-        Raises InputError with file:line if a token is part of a content and of something else than white space, or if
-        the text has a character that control tokens are renamed to.
+        Raises InputError with file:line, when its turn comes, for the first rendering with a token that is part of a
+        content and of something else than white space, or with a character that control tokens are renamed to.
         """
-        found = self._private.search(rendering.text)
-        if found:
-            raise InputError(f"{where}: the private character U+{ord(found[0]):X} can't be used in a text; replace it")
-        encoding, offsets = self._encode(rendering)
-        spans: list[Span] = []
-        for content in rendering.contents:
-            span = _span(rendering.text, offsets, content, where)
-            if span is None:
-                continue
-            if spans and span.start < spans[-1].end:
-                raise _shared(where, content, encoding.tokens[span.start])
-            spans.append(span)
-        return Encoded(encoding.ids, tuple(spans))
+        controls = [self._find_controls(rendering) for rendering in renderings]
+        texts = [self._renamed(rendering.text, found) for rendering, found in zip(renderings, controls, strict=True)]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        for rendering, where, found, encoding in zip(renderings, wheres, controls, encodings, strict=True):
+            private = None if rendering.text.isascii() else self._private.search(rendering.text)
+            if private:
+                character = f"U+{ord(private[0]):X}"
+                raise InputError(f"{where}: the private character {character} can't be used in a text; replace it")
+            yield _located(rendering, *self._settled(rendering.text, found, encoding), where)
 
-    def _encode(self, rendering: Rendering) -> tuple["Encoding", npt.NDArray[np.int64]]:
-        """Tokens and their offsets int64 [L, 2], with the template's control tokens as such."""
-        controls = self._find_controls(rendering)
+    def _settled(
+        self, text: str, controls: list[re.Match[str]], encoding: "Encoding"
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """token_ids and their offsets, once each renamed control token was read as the one token that it is."""
         while True:
-            text = _renamed_text(rendering.text, controls, self._names)
-            encoding = self._backend.encode(text, add_special_tokens=False)
-            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            at = np.searchsorted(offsets[:, 1], [control.start() for control in controls], side="right")
-            found = [encoding.ids[i] if i < len(encoding.ids) else None for i in at]
-            read = [control for control, i in zip(controls, found, strict=True) if i == self._ids[control[0]]]
+            ids, offsets = encoding.ids, encoding.offsets
+            at = [bisect_right(offsets, control.start(), key=_END) for control in controls]
+            read = [
+                control
+                for control, i in zip(controls, at, strict=True)
+                if i < len(ids) and ids[i] == self._ids[control[0]]
+            ]
             if len(read) == len(controls):
-                return encoding, offsets
+                return ids, offsets
             # By its flags (single_word, normalized) this tokenizer reads some of them as plain text: so do we.
             controls = read
+            encoding = self._backend.encode(self._renamed(text, controls), add_special_tokens=False)
+
+    def _renamed(self, text: str, controls: list[re.Match[str]]) -> str:
+        pieces, position = [], 0
+        for control in controls:
+            pieces += [text[position : control.start()], self._names[control[0]]]
+            position = control.end()
+        return "".join(pieces) + text[position:]
 
     def _find_controls(self, rendering: Rendering) -> list[re.Match[str]]:
         starts = [0, *(content.end for content in rendering.contents)]
         ends = [*(content.start for content in rendering.contents), len(rendering.text)]
         gaps = zip(starts, ends, strict=True)
         return [match for start, end in gaps for match in self._controls.finditer(rendering.text, start, end)]
-
-
-def _renamed_text(text: str, controls: Sequence[re.Match[str]], names: dict[str, str]) -> str:
-    pieces, position = [], 0
-    for control in controls:
-        pieces += [text[position : control.start()], names[control[0]]]
-        position = control.end()
-    return "".join(pieces) + text[position:]
 
 
 def _prefix(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
@@ -118,7 +116,7 @@ def _prefix(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     return prefix if len(prefix) < len(encoding.ids) else ()
 
 
-def _renamed(backend: "Tokenizer", names: dict[str, str]) -> "Tokenizer":
+def _with_names(backend: "Tokenizer", names: dict[str, str]) -> "Tokenizer":
     """A copy of ``backend`` with control tokens renamed; it keeps honest offsets and adds, cuts and drops nothing."""
     from tokenizers import Tokenizer
 
@@ -145,17 +143,29 @@ def _merges_to_control(pair: Sequence[str], names: dict[str, str]) -> bool:
     return pair[0] in names or pair[1] in names or pair[0] + pair[1] in names
 
 
-def _span(text: str, offsets: npt.NDArray[np.int64], content: Content, where: str) -> Span | None:
-    """The tokens that cover a content; None if the tokenizer leaves nothing of it."""
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    inside = np.flatnonzero((starts < content.end) & (ends > content.start))
-    if not len(inside):
+def _located(rendering: Rendering, ids: list[int], offsets: list[tuple[int, int]], where: str) -> Encoded:
+    spans: list[Span] = []
+    for content in rendering.contents:
+        span = _span(rendering.text, offsets, content, where)
+        if span is None:
+            continue
+        if spans and span.start < spans[-1].end:
+            raise _shared(where, content, rendering.text[slice(*offsets[span.start])])
+        spans.append(span)
+    return Encoded(ids, tuple(spans))
+
+
+def _span(text: str, offsets: list[tuple[int, int]], content: Content, where: str) -> Span | None:
+    """The tokens that cover a content; None if the tokenizer leaves nothing of it. Offsets rise, start and end."""
+    first = bisect_right(offsets, content.start, key=_END)
+    stop = bisect_left(offsets, content.end, key=_START)
+    if first >= stop:
         return None
-    first, last = int(starts[inside].min()), int(ends[inside].max())
-    template_part = text[first : content.start] + text[content.end : last]
+    start, end = offsets[first][0], offsets[stop - 1][1]
+    template_part = text[start : content.start] + text[content.end : end]
     if template_part.strip():
-        raise _shared(where, content, text[first:last] if len(inside) == 1 else template_part)
-    return Span(int(inside[0]), int(inside[-1]) + 1, content.role)
+        raise _shared(where, content, text[start:end] if stop - first == 1 else template_part)
+    return Span(first, stop, content.role)
 
 
 def _shared(where: str, content: Content, piece: str) -> InputError:

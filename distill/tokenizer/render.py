@@ -59,7 +59,7 @@ class PromptFormat:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], where: str) -> "PromptFormat":
-        """Read SYS_START, SYS_END, USER_START …; a literal backslash-n or backslash-t means the character.
+        """Read SYS_START, SYS_END, USER_START …, each as it stands.
 
         Raises InputError naming ``where`` and the key that is missing, unknown or no string.
         """
@@ -69,7 +69,7 @@ class PromptFormat:
                 raise InputError(f"{where}: unknown key {key!r}; a prompt format has {', '.join(known)}")
             if not isinstance(mapping.get(key), str):
                 raise InputError(f"{where}: {key} is missing or no string; a prompt format has {', '.join(known)}")
-        return cls({role: (_text(mapping[start]), _text(mapping[end])) for role, (start, end) in _FORMAT_KEYS.items()})
+        return cls({role: (str(mapping[start]), str(mapping[end])) for role, (start, end) in _FORMAT_KEYS.items()})
 
     @property
     def writes_bos(self) -> bool:
@@ -108,8 +108,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _text(value: object) -> str:
-    return str(value).replace("\\n", "\n").replace("\\t", "\t")
+def _unescaped(mapping: Mapping[str, object]) -> dict[str, object]:
+    """A file of the ancestor's may write backslash-n and backslash-t for the characters, as configurations do."""
+    return {
+        key: value.replace("\\n", "\n").replace("\\t", "\t") if isinstance(value, str) else value
+        for key, value in mapping.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,7 @@ def resolve_template(
     for folder, tokenizer in models:
         path = folder / "prompt_format.json"
         if path.exists():
-            return PromptFormat.from_mapping(read_object(path), str(path))
+            return PromptFormat.from_mapping(_unescaped(read_object(path)), str(path))
         if tokenizer.chat_template:
             return ChatTemplate.of(tokenizer, str(folder))
     return None
