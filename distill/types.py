@@ -72,10 +72,10 @@ class TokenizedSample:
 class Records:
     """Distributions of R targets, ragged and flat, as they are read from and written to the cache.
 
-    entry_counts: int64 [R]. entry_ids: int64 [E], each record's by falling logprob, ties by id. entry_logprobs:
-    float32 [E], natural logs at temperature 1, all finite. tail_logprobs: float32 [R], log of the mass outside the
-    entries (-inf if there is none). label_logprobs: float32 [R], of the token that really follows. entropies:
-    float32 [R], nats, of the whole distribution.
+    entry_counts: int64 [R], each at least 1. entry_ids: int64 [E], each record's likeliest first, the others in any
+    order. entry_logprobs: float32 [E], natural logs at temperature 1, all finite. tail_logprobs: float32 [R], log of
+    the mass outside the entries (-inf if there is none). label_logprobs: float32 [R], of the token that really
+    follows; NaN if unknown. entropies: float32 [R], nats, of the whole distribution; NaN if unknown.
     """
 
     entry_counts: npt.NDArray[np.int64]

@@ -1,13 +1,12 @@
-"""One sealed HDF5 shard: built in memory, written once, read by slices. Writer and reader are mirror twins.
+"""One sealed HDF5 shard: built in memory, written once, read sample by sample. Writer and reader are mirror twins.
 
 A shard holds whole samples as flat arrays; nothing in it depends on time, host, path or worker, so equal content
 gives equal bytes. ``docs/cache-format.md`` describes every array.
 """
 
 import hashlib
-import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distill import __version__
-from distill.codec import CODECS, Codec, id_dtype
+from distill.cache.storage import H5_ERRORS, FileStore, to_hdf5
+from distill.codec import ArrayType, Codec, MemoryStore, Stored, codec_for, id_dtype
 from distill.errors import DistillError, InputError, MachineError, machine_failed
 from distill.files import allocated, write_durably
 from distill.types import ROLES, Records, Span, TokenizedSample, sample_key
@@ -25,9 +25,20 @@ from distill.types import ROLES, Records, Span, TokenizedSample, sample_key
 FORMAT = "distill-shard"
 FORMAT_VERSION = 1
 
-_KEY_BYTES = 32
-_CHUNK_ROWS = 16_384
-_H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+_COUNTS = ArrayType(frozenset({"uint32"}))
+_SAMPLE_TYPES = {
+    "tokens": ArrayType(frozenset({"uint16", "uint32"})),
+    "token_counts": _COUNTS,
+    "target_positions": _COUNTS,
+    "target_counts": _COUNTS,
+    "span_counts": _COUNTS,
+    "span_starts": _COUNTS,
+    "span_ends": _COUNTS,
+    "span_roles": ArrayType(frozenset({"uint8"})),
+}
+_SAMPLE_BYTES = 3 * 4 + 2 * 32  # counts, and a key with a target digest in the file beside
+_TOKEN_BYTES = 4 + 9  # every token a span of its own
+_FILE_BYTES = 24 * 1024  # HDF5's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,42 +111,83 @@ def build_shard(
     ``layer`` is the description of the layer it belongs to; it goes into the file, so that a shard explains itself.
     """
     assert len(records) == sum(len(s.targets) for s in samples), "records and targets differ in number"
-    codec = CODECS[layer["cache_precision"]]
+    codec = _codec_of(layer)
+    assert codec is not None, "a layer without a codec"
+    ids = id_dtype(int(max(s.token_ids.max() for s in samples)) + 1)
+    encoded = codec.encode(records, vocab_size)
     arrays = {
-        "tokens": _concat([s.token_ids for s in samples], id_dtype(int(max(s.token_ids.max() for s in samples)) + 1)),
-        "token_counts": np.array([len(s.token_ids) for s in samples], np.uint32),
+        "tokens": _concat([s.token_ids for s in samples], ids),
+        "token_counts": _counts(len(s.token_ids) for s in samples),
         "target_positions": _concat([s.targets for s in samples], np.uint32),
-        "target_counts": np.array([len(s.targets) for s in samples], np.uint32),
-        "span_counts": np.array([len(s.spans) for s in samples], np.uint32),
-        "span_starts": np.array([span.start for s in samples for span in s.spans], np.uint32),
-        "span_ends": np.array([span.end for s in samples for span in s.spans], np.uint32),
-        "span_roles": np.array([ROLES.index(span.role) for s in samples for span in s.spans], np.uint8),
-        **codec.encode(records, vocab_size),
+        "target_counts": _counts(len(s.targets) for s in samples),
+        "span_counts": _counts(len(s.spans) for s in samples),
+        "span_starts": _counts(span.start for s in samples for span in s.spans),
+        "span_ends": _counts(span.end for s in samples for span in s.spans),
+        "span_roles": _counts((ROLES.index(span.role) for s in samples for span in s.spans), np.uint8),
+        **encoded,
     }
     header = {"format": FORMAT, "version": FORMAT_VERSION, "made_by": f"distill {__version__}", "layer": dict(layer)}
-    data = _to_hdf5(arrays, json.dumps(header, sort_keys=True))
+    data = to_hdf5(arrays, json.dumps(header, sort_keys=True))
     rows = key_rows(samples)
     info = ShardInfo(
         name=shard_name(rows),
         sha256=hashlib.sha256(data).hexdigest(),
         bytes=len(data),
         samples=len(samples),
-        tokens=len(arrays["tokens"]),
+        tokens=sum(len(s.token_ids) for s in samples),
         targets=len(records),
         entries=len(records.entry_ids),
-        kept_mass_sum=_kept_mass(records.tail_logprobs),
+        kept_mass_sum=_kept_mass(codec.open(MemoryStore(encoded)).tail_logprobs),
     )
     return ShardImage(info, data, rows)
 
 
-def bytes_bound(tokens: int, targets: int, top_k: int, vocab_size: int) -> int:
-    """An upper bound of what a shard takes on disk, both files: the arrays before compression and HDF5's own share."""
-    per_entry = np.dtype(id_dtype(vocab_size)).itemsize + 2
-    return 16 * 1024 + tokens * 8 + targets * (24 + top_k * per_entry)
+def bytes_bound(
+    tokens: int,
+    targets: int,
+    top_k: int,
+    vocab_size: int,
+    *,
+    samples: int | None = None,
+    precision: str = "exact",
+    mode: str = "topk",
+) -> int:
+    """An upper bound of what a shard takes on disk, both files: the arrays before compression and HDF5's own share.
+
+    ``samples`` is how many make up the tokens and targets; unknown, as many as there can be.
+    """
+    codec = codec_for(mode, precision)
+    assert codec is not None, "a layer without a codec"
+    rows = min(targets, tokens // 2) if samples is None else samples
+    arrays = tokens * _TOKEN_BYTES + targets * 4 + rows * _SAMPLE_BYTES + codec.bytes_bound(targets, top_k, vocab_size)
+    return _FILE_BYTES + arrays + arrays // 256  # what deflate can't shorten it lengthens by less than that
+
+
+def bytes_estimate(
+    tokens: int, targets: int, top_k: int, vocab_size: int, *, precision: str = "exact", mode: str = "topk"
+) -> int:
+    """What a shard of the default size will take on disk, roughly, from measurements (benchmarks/codec.py)."""
+    if mode == "full":
+        entries = vocab_size * (1.6 if precision == "exact" else 0.3)
+    else:
+        entries = 2.65 * top_k if precision == "exact" else 1.6 * top_k**0.9
+    return round(tokens * 1.7 + targets * (10.0 + entries))
+
+
+def array_types(header: Mapping[str, Any]) -> Mapping[str, tuple[frozenset[str], int]]:
+    """What a shard with this header holds: array names, each with the dtypes it may have and its dimensions.
+
+    Raises KeyError for a mode or precision that this version doesn't know.
+    """
+    layer = header["layer"]
+    codec = _codec_of(layer)
+    if codec is None:
+        raise KeyError(f"mode {layer['mode']!r} with precision {layer['cache_precision']!r}")
+    return {name: (kind.dtypes, kind.ndim) for name, kind in {**_SAMPLE_TYPES, **codec.array_types}.items()}
 
 
 class ShardReader:
-    """Reads samples and records of one sealed shard by slices.
+    """Reads samples and records of one sealed shard.
 
     Opening checks the file's digest where ``info`` is given. Raises InputError naming the file if it is damaged.
     """
@@ -146,13 +198,13 @@ class ShardReader:
             _check_digest(path, info)
         try:
             self._file = h5py.File(path, "r", locking=False)
-            self._codec, self.layer = self._read_header()
-            small = {name: self._file[name][:] for name in _SMALL_ARRAYS}
-            self._record_arrays = {name: self._file[name][:] for name in self._codec.record_arrays}
-            self._entry_arrays = {name: self._file[name] for name in self._codec.entry_arrays}
+            codec, self.layer = self._read_header()
+            store = FileStore(self._file)
+            small = {name: store.whole(name) for name in _SAMPLE_TYPES}
+            self._decoder = codec.open(store)
         except InputError:
             raise
-        except _H5_ERRORS as error:
+        except H5_ERRORS as error:
             raise damaged(path, error) from error
         self.tokens = small["tokens"]
         self.target_positions: npt.NDArray[np.int32] = small["target_positions"].astype(np.int32)
@@ -160,7 +212,6 @@ class ShardReader:
         self._target_offsets = _offsets(small["target_counts"])
         self._span_offsets = _offsets(small["span_counts"])
         self._spans = np.stack([small["span_starts"], small["span_ends"], small["span_roles"]], axis=1)
-        self._entry_offsets = _offsets(self._record_arrays["entry_counts"])
 
     def __enter__(self) -> Self:
         return self
@@ -207,8 +258,8 @@ class ShardReader:
             samples=len(self),
             tokens=len(self.tokens),
             targets=len(self.target_positions),
-            entries=int(self._entry_offsets[-1]),
-            kept_mass_sum=_kept_mass(self._record_arrays["tail_logprobs"]),
+            entries=int(self._decoder.entry_counts.sum()),
+            kept_mass_sum=_kept_mass(self._decoder.tail_logprobs),
         )
 
     def key_rows(self) -> bytes:
@@ -218,13 +269,10 @@ class ShardReader:
         return keys + b"".join(target_digest(self.targets(row)) for row in rows)
 
     def _records(self, start: int, end: int) -> Records:
-        first, last = int(self._entry_offsets[start]), int(self._entry_offsets[end])
-        arrays = {name: array[start:end] for name, array in self._record_arrays.items()}
         try:
-            arrays |= {name: stored[first:last] for name, stored in self._entry_arrays.items()}
-        except _H5_ERRORS as error:
+            return self._decoder.records(start, end)
+        except H5_ERRORS as error:
             raise damaged(self.path, error) from error
-        return self._codec.decode(arrays)
 
     def _read_header(self) -> tuple[Codec, dict[str, Any]]:
         header = json.loads(str(self._file.attrs["header"]))
@@ -235,22 +283,11 @@ class ShardReader:
                 f"{self.path}: format version {header.get('version')}, this program reads {FORMAT_VERSION}; update it"
             )
         layer = header["layer"]
-        if layer["mode"] != "topk" or layer["cache_precision"] not in CODECS:
+        codec = _codec_of(layer)
+        if codec is None:
             what = f"mode {layer['mode']!r} with precision {layer['cache_precision']!r}"
             raise InputError(f"{self.path}: {what} is not available yet")
-        return CODECS[layer["cache_precision"]], layer
-
-
-_SMALL_ARRAYS = (
-    "tokens",
-    "token_counts",
-    "target_positions",
-    "target_counts",
-    "span_counts",
-    "span_starts",
-    "span_ends",
-    "span_roles",
-)
+        return codec, layer
 
 
 def damaged(path: Path, error: Exception) -> DistillError:
@@ -271,32 +308,19 @@ def _check_digest(path: Path, info: ShardInfo) -> None:
         raise damaged(path, ValueError("its SHA-256 differs from the index"))
 
 
-def _to_hdf5(arrays: Mapping[str, npt.NDArray[np.generic]], header: str) -> bytes:
-    buffer = io.BytesIO()
-    # track_times would put the clock into the file; libver is pinned because its default moves between releases.
-    with h5py.File(buffer, "w", libver=("v110", "v110")) as file:
-        file.attrs["header"] = header
-        for name, array in arrays.items():
-            if not len(array):
-                file.create_dataset(name, data=array, track_times=False)
-                continue
-            file.create_dataset(
-                name,
-                data=array,
-                chunks=(min(len(array), _CHUNK_ROWS),),
-                compression="gzip",
-                compression_opts=4,
-                shuffle=True,
-                fletcher32=True,
-                track_times=False,
-            )
-    return buffer.getvalue()
+def _codec_of(layer: Mapping[str, Any]) -> Codec | None:
+    return codec_for(layer["mode"], layer["cache_precision"])
 
 
-def _concat(arrays: Sequence[npt.NDArray[np.int32]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _concat(arrays: Sequence[npt.NDArray[np.int32]], dtype: npt.DTypeLike) -> Stored:
     joined = np.concatenate(arrays)
-    assert joined.min() >= 0 and joined.max() <= np.iinfo(np.dtype(dtype)).max, "value outside its stored type"
-    return joined.astype(dtype)
+    limit = np.iinfo(np.dtype(dtype)).max
+    assert not len(joined) or (joined.min() >= 0 and joined.max() <= limit), "value outside its stored type"
+    return Stored(joined.astype(dtype))
+
+
+def _counts(values: Iterable[int], dtype: npt.DTypeLike = np.uint32) -> Stored:
+    return Stored(np.array(list(values), dtype))
 
 
 def _offsets(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

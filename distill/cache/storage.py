@@ -1,0 +1,140 @@
+"""Named arrays in one HDF5 file: built in memory, read by chunks.
+
+Every array is cut into chunks and deflated by us, with the strategy that suits its bytes, and handed to HDF5 as it is:
+any reader sees ordinary gzip (and shuffle) filters. Reading the chunks of the large arrays takes the same short cut,
+because HDF5's own path costs more than inflating a small chunk. Deflate carries a checksum of each chunk.
+"""
+
+import io
+import math
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import h5py
+import numpy as np
+
+from distill.codec import Array, Packing, Stored, cut_chunk
+
+H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, IndexError, zlib.error)
+"""What a damaged file raises when it is read."""
+
+_CHUNK_ROWS = 1 << 16
+_LEVEL = 6
+_STRATEGIES: Mapping[Packing, int] = {
+    "text": zlib.Z_DEFAULT_STRATEGY,
+    "symbols": zlib.Z_HUFFMAN_ONLY,
+    "runs": zlib.Z_RLE,
+}
+# Deflate changes its code every so many symbols, 4,096 at 6: often enough to follow a matrix from end to end.
+_MEMORY_LEVELS: Mapping[Packing, int] = {"text": 9, "symbols": 6, "runs": 6}
+_INFLATED_BYTES = 1 << 18
+
+
+def to_hdf5(arrays: Mapping[str, Stored], header: str) -> bytes:
+    """The file's bytes: equal content gives equal bytes."""
+    buffer = io.BytesIO()
+    # track_times would put the clock into the file; libver is pinned because its default moves between releases.
+    with h5py.File(buffer, "w", libver=("v110", "v110")) as file:
+        file.attrs["header"] = header
+        for name, stored in arrays.items():
+            array = stored.array
+            if not array.size:
+                file.create_dataset(name, data=array, track_times=False)
+                continue
+            chunk = stored.chunk or (min(len(array), _CHUNK_ROWS),)
+            dataset = file.create_dataset(
+                name,
+                shape=array.shape,
+                dtype=array.dtype,
+                chunks=chunk,
+                compression="gzip",
+                compression_opts=_LEVEL,
+                shuffle=array.dtype.itemsize > 1,
+                track_times=False,
+            )
+            for index in np.ndindex(*(-(-n // size) for n, size in zip(array.shape, chunk, strict=True))):
+                place = tuple(i * size for i, size in zip(index, chunk, strict=True))
+                dataset.id.write_direct_chunk(place, _deflate(cut_chunk(array, chunk, index), stored.packing))
+    return buffer.getvalue()
+
+
+class FileStore:
+    """The arrays of an opened file, for a codec to read. The last chunks stay inflated."""
+
+    def __init__(self, file: h5py.File) -> None:
+        self._file = file
+        self._arrays: dict[str, _StoredArray] = {}
+        self._chunks: OrderedDict[tuple[str, tuple[int, ...]], Array] = OrderedDict()
+
+    def whole(self, name: str) -> Array:
+        """See ``Store.whole``."""
+        return np.asarray(self._file[name][()])
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        """See ``Store.rows``."""
+        return np.asarray(self._array(name).dataset[start:stop])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``Store.shape``."""
+        return tuple(self._array(name).dataset.shape)
+
+    def chunk_shape(self, name: str) -> tuple[int, ...]:
+        """See ``Store.chunk_shape``."""
+        return self._array(name).chunk_shape
+
+    def chunk(self, name: str, index: tuple[int, ...]) -> Array:
+        """See ``Store.chunk``."""
+        place = name, index
+        chunk = self._chunks.pop(place, None)
+        if chunk is None:
+            chunk = self._array(name).chunk(index)
+            while self._chunks and sum(kept.nbytes for kept in self._chunks.values()) + chunk.nbytes > _INFLATED_BYTES:
+                self._chunks.popitem(last=False)
+        self._chunks[place] = chunk
+        return chunk
+
+    def _array(self, name: str) -> "_StoredArray":
+        if name not in self._arrays:
+            self._arrays[name] = _StoredArray(self._file[name])
+        return self._arrays[name]
+
+
+class _StoredArray:
+    """A dataset, and what has to be known to read its chunks, asked of HDF5 once: its answers are slow."""
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self.dataset = dataset
+        self.chunk_shape: tuple[int, ...] = tuple(dataset.chunks or dataset.shape)
+        self._dtype = dataset.dtype
+        self._bytes = math.prod(self.chunk_shape) * dataset.dtype.itemsize
+        plist = dataset.id.get_create_plist()
+        filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
+        self._shuffled = filters == [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
+        self._direct = self._shuffled or filters == [h5py.h5z.FILTER_DEFLATE]
+
+    def chunk(self, index: tuple[int, ...]) -> Array:
+        """The chunk at ``index``, filled up with zeros where it reaches beyond the array's end."""
+        place = tuple(i * size for i, size in zip(index, self.chunk_shape, strict=True))
+        if not self._direct:
+            part = self.dataset[tuple(slice(a, a + n) for a, n in zip(place, self.chunk_shape, strict=True))]
+            return cut_chunk(part, self.chunk_shape, (0,) * len(place))
+        skipped, packed = self.dataset.id.read_direct_chunk(place)
+        # A stranger's chunk may inflate to anything: no more is taken than the chunk can hold.
+        inflate = zlib.decompressobj()
+        data = inflate.decompress(packed, self._bytes)
+        if skipped or len(data) != self._bytes or not inflate.eof:
+            raise ValueError(f"{self.dataset.name}: a chunk of the wrong size")
+        if self._shuffled:
+            data = np.frombuffer(data, np.uint8).reshape(self._dtype.itemsize, -1).T.tobytes()
+        return np.frombuffer(data, self._dtype).reshape(self.chunk_shape)
+
+
+def _deflate(chunk: Array, packing: Packing) -> bytes:
+    data = chunk.tobytes()
+    if chunk.dtype.itemsize > 1:  # HDF5's shuffle filter: first bytes of all values, then all second ones ...
+        data = np.frombuffer(data, np.uint8).reshape(-1, chunk.dtype.itemsize).T.tobytes()
+    deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, _MEMORY_LEVELS[packing], _STRATEGIES[packing])
+    packed = deflate.compress(data) + deflate.flush()
+    # Level 0 stores: what can't be compressed grows by five bytes in 16 kB and no more.
+    return packed if len(packed) <= len(data) else zlib.compress(data, 0)
