@@ -5,118 +5,83 @@ shard). The shards are the truth: an index line that is missing or torn is made 
 any two writes costs nothing.
 """
 
-import hashlib
-import json
-import re
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from distill.cache.shard import (
-    FORMAT_VERSION,
-    ShardInfo,
-    ShardReader,
-    keys_path,
-    shard_name,
-    shard_path,
-    target_digest,
-)
+from distill.cache.gate import Admissions, Finding, RefusedShardError
+from distill.cache.index import INDEX_FILE, index_bytes, index_line, is_shard_name, read_index, same_info
+from distill.cache.shard import ShardInfo, ShardReader, keys_path, shard_name, shard_path, target_digest
+from distill.cache.spec import LAYER_FILE, LayerSpec, layer_hex, read_spec
+from distill.cache.strict import FileState, file_sha256, read_bounded
 from distill.errors import InputError
-from distill.files import TEMPORARY_SUFFIX, append_durably, disk_bytes, make_folder, os_errors, write_durably
+from distill.files import TEMPORARY_SUFFIX, append_durably, disk_bytes, make_folder, os_errors, sync, write_durably
 from distill.records import select
 from distill.types import Records, TokenizedSample
 
 _OPEN_SHARDS = 64
-INDEX_VERSION = 1
-_INDEX = "index.jsonl"
-_LAYER = "layer.json"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """Everything that decides what a record holds. Two layers are the same if and only if these are.
-
-    ``weights``, ``model_config`` and ``token_map`` are digests, ``dtype`` is the teacher's compute type, ``vocab_size``
-    the crop.
-    """
-
-    teacher: str
-    weights: str
-    model_config: str
-    dtype: str
-    quantisation: str
-    attention: str
-    token_map: str
-    vocab_size: int
-    mode: str
-    top_k: int
-    cache_precision: str
-
-    def describe(self) -> dict[str, Any]:
-        """The fields that identify the layer, as they stand in ``layer.json`` and in every shard.
-
-        A field that comes later has to be left out at its default, or it would orphan every older cache.
-        """
-        return {
-            "weights": self.weights,
-            "model_config": self.model_config,
-            "dtype": self.dtype,
-            "quantisation": self.quantisation,
-            "attention": self.attention,
-            "token_map": self.token_map,
-            "vocab_size": self.vocab_size,
-            "mode": self.mode,
-            "top_k": self.top_k,
-            "cache_precision": self.cache_precision,
-            "version": FORMAT_VERSION,
-        }
-
-    @property
-    def folder_name(self) -> str:
-        """``<teacher>-<12 hex>``; the hex alone identifies the layer."""
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", self.teacher).strip("-.") or "teacher"
-        return f"{safe}-{self.hex}"
-
-    @property
-    def hex(self) -> str:
-        """12 hex digits that stand for ``describe()``."""
-        return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()[:12]
+_ROW = 32  # bytes of a key, and of a digest of targets
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where the records of a sample are: shard name and row. They hold its targets, perhaps among more."""
+    """Where the records of a sample are: shard name and row, and which layer of a source (0 is its own).
+
+    They hold the sample's targets, perhaps among more.
+    """
 
     shard: str
     row: int
+    layer: int = 0
 
 
 @dataclass(slots=True)
 class Layer:
-    """An opened layer. Readers take no lock; the one who collects holds a lock and alone writes the index."""
+    """An opened layer. Readers take no lock; the one who collects holds a lock and alone writes the index.
+
+    ``notes`` are lines about what was found amiss when it was opened.
+    """
 
     folder: Path
     spec: LayerSpec
     shards: dict[str, ShardInfo]
+    admissions: Admissions
+    notes: list[str] = field(default_factory=list)
     _readers: "OrderedDict[str, ShardReader]" = field(default_factory=OrderedDict)
-    _verified: set[str] = field(default_factory=set)
+    _checked: dict[Path, FileState] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, parent: Path, spec: LayerSpec) -> Self:
+    def open(cls, parent: Path, spec: LayerSpec, admissions: Admissions | None = None) -> Self:
         """The layer of ``spec`` under ``parent``; an absent one is an empty one and isn't created.
 
-        Whatever the teacher's folder is called now, its layer is the one with the same hex.
+        Whatever the teacher's folder is called now, its layer is the one with the same hex. Without ``admissions``
+        every shard passes the gate once for each opened layer, and a damaged one stays where it is.
         """
         folders = sorted(parent.glob(f"*-{spec.hex}"), key=lambda folder: (not any(folder.glob("*.h5")), folder))
         folder = next(iter(folders), parent / spec.folder_name)
-        sizes = {path.stem: path.stat().st_size for path in folder.glob("*.h5")}
-        index = _read_index(folder / _INDEX)
-        return cls(folder, spec, {name: info for name, info in index.items() if sizes.get(name) == info.bytes})
+        return cls._open(folder, spec, Admissions() if admissions is None else admissions)
+
+    @classmethod
+    def load(cls, folder: Path, admissions: Admissions) -> Self:
+        """The layer in ``folder``, by its ``layer.json`` alone; InputError if that is damaged or of another version."""
+        return cls._open(folder, read_spec(folder), admissions)
+
+    @classmethod
+    def _open(cls, folder: Path, spec: LayerSpec, admissions: Admissions) -> Self:
+        index = read_index(folder / INDEX_FILE)
+        with os_errors("read", folder):
+            sizes = {path.stem: path.lstat().st_size for path in folder.glob("*.h5")}
+        layer = cls(folder, spec, {n: info for n, info in index.items() if sizes.get(n) == info.bytes}, admissions)
+        for name in sorted(sizes.keys() - layer.shards.keys()):
+            if is_shard_name(name):
+                layer._adopt(name)
+            else:
+                layer.notes.append(f"{folder}: {name!r} is not the name of a shard; ignored")
+        return layer
 
     def __enter__(self) -> Self:
         return self
@@ -129,56 +94,73 @@ class Layer:
     # -- writing: only under the lock -------------------------------------------------------------------------------
 
     def prepare(self) -> list[str]:
-        """Make the folder ready for new shards: remove temporary files, adopt sealed shards that the index lacks.
+        """Make the folder ready for new shards: remove temporary files, write what is missing of the derived ones.
 
         Returns a line for everything that was found amiss and mended.
         """
         make_folder(self.folder)
-        mended = []
         for path in self.folder.glob(f"*{TEMPORARY_SUFFIX}"):
             if path.is_file():
                 path.unlink(missing_ok=True)
-        if not (self.folder / _LAYER).exists():
-            text = json.dumps({"teacher": self.spec.teacher, **self.spec.describe()}, indent=2)
-            write_durably(self.folder / _LAYER, text.encode())
-        for path in sorted(self.folder.glob("*.h5")):
-            if path.stem not in self.shards:
-                self._adopt(path)
-                mended.append(f"{path.name}: sealed before the index knew of it; adopted")
-        for name in self.shards:
+        self._write_layer_file()
+        for name in list(self.shards):
             path = keys_path(self.folder, name)
-            if not path.exists() or shard_name(path.read_bytes()) != name:
+            if not self.has_key_rows(name):
                 write_durably(path, self.reader(name).key_rows())
         for path in self.folder.glob("*.keys"):
             if path.stem not in self.shards:
                 path.unlink(missing_ok=True)
         self.compact()
-        return mended
+        notes, self.notes = self.notes, []
+        return notes
 
     def register(self, info: ShardInfo) -> None:
-        """Put a shard that was just sealed into the index."""
-        append_durably(self.folder / _INDEX, _index_line(info))
+        """Put a shard that was just sealed into the index, and admit it: it was written here."""
+        append_durably(self.folder / INDEX_FILE, index_line(info))
         self.shards[info.name] = info
+        self.admissions.add(info.sha256)
 
     def compact(self) -> None:
         """Rewrite the index sorted and without what is gone, if that changes anything."""
-        data = b"".join(_index_line(self.shards[name]) for name in sorted(self.shards))
-        path = self.folder / _INDEX
+        data = index_bytes(self.shards.values())
+        path = self.folder / INDEX_FILE
         if not path.exists() or path.read_bytes() != data:
             write_durably(path, data)
 
-    def _adopt(self, path: Path) -> None:
-        with ShardReader(path) as reader:
-            if reader.layer != self.spec.describe():
-                raise InputError(f"{path}: belongs to another layer; move it away")
-            rows = reader.key_rows()
-            if shard_name(rows) != path.stem:
-                raise InputError(f"{path}: its name doesn't fit its content; move it away")
-            reader.all_records()  # checks the checksum of every chunk
-            info = reader.info()
-        if not keys_path(self.folder, info.name).exists():
-            write_durably(keys_path(self.folder, info.name), rows)
-        self.register(info)
+    def drop(self, names: Iterable[str]) -> None:
+        """Delete shards. A kill at any instant leaves a valid layer, with or without each of them."""
+        names = [name for name in names if name in self.shards]
+        if not names:
+            return
+        for name in names:
+            self._forget(name)
+        # The shards go first: an index line or key rows without a shard mean nothing, a shard without them is adopted.
+        for path_of in (shard_path, keys_path):
+            with os_errors("delete", self.folder):
+                for name in names:
+                    path_of(self.folder, name).unlink(missing_ok=True)
+                sync(self.folder)
+        self.compact()
+
+    def _write_layer_file(self) -> None:
+        path = self.folder / LAYER_FILE
+        if path.exists():
+            try:
+                read_spec(self.folder)
+                return
+            except InputError as error:
+                self.notes.append(f"{error}; written anew")
+        write_durably(path, self.spec.to_json())
+
+    def _adopt(self, name: str) -> None:
+        """Take in a shard that the index lacks or disagrees with, if the gate lets it through."""
+        try:
+            finding = self._inspect(name)
+        except RefusedShardError as error:
+            self.notes.append(str(self.set_aside(name, error)))
+            return
+        self.shards[name] = finding.info
+        self.notes.append(f"{finding.info.name}.h5: not in the index as it is; adopted")
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
@@ -188,11 +170,13 @@ class Layer:
         found: dict[bytes, Located] = {}
         exact: set[bytes] = set()
         for name in sorted(self.shards):
-            keys, digests = self._key_rows(name)
-            for row, key in enumerate(keys):
-                sample = wanted.get(key)
-                if sample is None or key in exact:
+            rows = np.frombuffer(self._key_rows(name), f"V{_ROW}").tolist()
+            keys, digests = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+            here = wanted.keys() & keys
+            for row, key in enumerate(keys) if here else ():
+                if key not in here or key in exact:
                     continue
+                sample = wanted[key]
                 if digests[row] == target_digest(sample.targets):
                     exact.add(key)
                 elif key in found or not self._covers(name, row, sample):
@@ -206,15 +190,35 @@ class Layer:
         found = self.locate(samples)
         return [sample for sample in samples if sample.key not in found]
 
-    def _key_rows(self, name: str) -> tuple[list[bytes], list[bytes]]:
-        path = keys_path(self.folder, name)
-        rows = path.read_bytes() if path.exists() else b""
-        if shard_name(rows) != name:  # derived data: what is lost or damaged is computed again
+    def keys(self, name: str) -> list[bytes]:
+        """The keys of a shard's samples, in their order."""
+        rows: list[bytes] = np.frombuffer(self._key_rows(name), f"V{_ROW}").tolist()
+        return rows[: len(rows) // 2]
+
+    def _key_rows(self, name: str) -> bytes:
+        """Derived data: what is lost or damaged is computed again."""
+        rows = self._stored_rows(name)
+        if rows is None:
             rows = self.reader(name).key_rows()
             if shard_name(rows) != name:
-                raise InputError(f"{path}: neither it nor its shard fits its name; move both away")
-        split = [rows[i : i + 32] for i in range(0, len(rows), 32)]
-        return split[: len(split) // 2], split[len(split) // 2 :]
+                path = shard_path(self.folder, name)
+                raise self.set_aside(name, InputError(f"{path}: its name doesn't fit its content"))
+        return rows
+
+    def _stored_rows(self, name: str) -> bytes | None:
+        path = keys_path(self.folder, name)
+        if not path.exists():
+            return None
+        state = FileState.of(path)
+        size = 2 * _ROW * self.shards[name].samples
+        if state.size != size:
+            return None
+        rows = read_bounded(path, size)
+        if self._checked.get(path) != state:
+            if shard_name(rows) != name:
+                return None
+            self._checked[path] = state
+        return rows
 
     def _covers(self, name: str, row: int, sample: TokenizedSample) -> bool:
         return bool(np.isin(sample.targets, self.reader(name).targets(row)).all())
@@ -222,14 +226,24 @@ class Layer:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def reader(self, name: str) -> ShardReader:
-        """The reader of a shard, its digest checked when first opened; the least recently used ones are closed."""
+        """The reader of a shard; the least recently used ones are closed.
+
+        When first opened its SHA-256 is compared with the index, and a shard that wasn't written here passes the gate.
+        Raises InputError naming the file if it is damaged, hostile or of another layer.
+        """
         if name in self._readers:
             self._readers.move_to_end(name)
             return self._readers[name]
-        reader = ShardReader(shard_path(self.folder, name), None if name in self._verified else self.shards[name])
-        self._verified.add(name)
-        if reader.layer != self.spec.describe():
-            raise InputError(f"{reader.path}: belongs to another layer; move it away")
+        path = shard_path(self.folder, name)
+        state = FileState.of(path)
+        known = self.shards[name].sha256
+        if self._checked.get(path) != state and not (known in self.admissions and file_sha256(path) == known):
+            self.check(name)
+        reader = ShardReader(path)
+        if FileState.of(path) != state:
+            reader.close()
+            raise InputError(f"{path}: changed while it was opened; start again when nothing writes to it")
+        self._checked[path] = state
         self._readers[name] = reader
         if len(self._readers) > _OPEN_SHARDS:
             self._readers.popitem(last=False)[1].close()
@@ -238,33 +252,67 @@ class Layer:
     def read(self, sample: TokenizedSample, located: Located) -> Records:
         """The records of ``sample``'s targets, in their order."""
         reader = self.reader(located.shard)
-        records, stored = reader.records(located.row), reader.targets(located.row)
+        try:
+            records = reader.records(located.row)
+        except InputError as error:
+            what = f"{reader.path}: damaged shard (the records of sample {located.row} cannot be read)"
+            raise self.set_aside(located.shard, InputError(what)) from error
+        stored = reader.targets(located.row)
         if len(stored) == len(sample.targets):
             return records
         return select(records, np.searchsorted(stored, sample.targets))
+
+    def set_aside(self, name: str, error: InputError) -> InputError:
+        """Move a damaged shard out of the dataset, so that the next run collects it again.
+
+        Returns the error to raise: what is wrong, and where the file is now.
+        """
+        self._forget(name)
+        path, damaged = shard_path(self.folder, name), self.admissions.damaged_folder
+        if damaged is not None:
+            target = damaged / self.folder.name / path.name
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
+            except OSError as failure:
+                reason = failure.strerror
+                return InputError(f"{error}; cannot be set aside ({reason}), move it away and collect again")
+            return InputError(f"{error}; set aside as {target}, the next run collects it again")
+        return InputError(f"{error}; move it away and collect again")
 
     def bytes(self) -> int:
         """What the layer's folder takes on disk."""
         return disk_bytes(self.folder) if self.folder.exists() else 0
 
+    def check(self, name: str) -> None:
+        """Have the gate read all of a shard, whatever is known of it, and compare it with the index.
 
-def _index_line(info: ShardInfo) -> bytes:
-    text = json.dumps({"version": INDEX_VERSION, **info.to_json()}, sort_keys=True).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+        Raises InputError naming the file and the object in it; what is damaged is set aside.
+        """
+        try:
+            finding = self._inspect(name)
+        except RefusedShardError as error:
+            raise self.set_aside(name, error) from error
+        if not same_info(finding.info, self.shards[name]):
+            path = shard_path(self.folder, name)
+            raise self.set_aside(name, InputError(f"{path}: damaged shard (it differs from the index)"))
 
+    def has_key_rows(self, name: str) -> bool:
+        """Whether the ``.keys`` file of a shard is there and fits its name."""
+        return self._stored_rows(name) is not None
 
-def _read_index(path: Path) -> dict[str, ShardInfo]:
-    if not path.exists():
-        return {}
-    with os_errors("read", path):
-        lines = path.read_bytes().split(b"\n")
-    shards = {}
-    for line in lines:
-        checksum, _, text = line.partition(b" ")
-        # A line that was torn by a kill, or is of another version, is made anew: `prepare` adopts its shard.
-        if not text or checksum != b"%08x" % zlib.crc32(text):
-            continue
-        entry = json.loads(text)
-        if entry.pop("version", None) == INDEX_VERSION:
-            shards[entry["name"]] = ShardInfo(**entry)
-    return shards
+    def _inspect(self, name: str) -> Finding:
+        path = shard_path(self.folder, name)
+        finding = self.admissions.inspect(path)
+        if finding.layer != self.spec.describe():
+            for owner in self.folder.parent.glob(f"*-{layer_hex(finding.layer)}"):
+                raise InputError(f"{path}: belongs to another layer, {owner.name}; move it there")
+            raise RefusedShardError(f"{path}: belongs to another layer, which is not here")
+        return finding
+
+    def _forget(self, name: str) -> None:
+        self.shards.pop(name, None)
+        self._checked.pop(shard_path(self.folder, name), None)
+        self._checked.pop(keys_path(self.folder, name), None)
+        if reader := self._readers.pop(name, None):
+            reader.close()
