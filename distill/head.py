@@ -5,13 +5,14 @@ tensor exists. All of Hugging Face's causal models end in ``cap * tanh(scale * (
 where a model does something else, :func:`verified_head` finds out and the model's own logits have to be used.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from distill.errors import InputError
 
@@ -44,12 +45,36 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab_size] of hidden states [n, H]; the product is computed in the weight's dtype."""
-        weight = self.weight[: self.vocab_size]
-        bias = None if self.bias is None else self.bias[: self.vocab_size]
+        weight, bias = self._rows()
         logits = F.linear(hidden.to(weight.device, weight.dtype), weight, bias).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def logits_into(self, out: Tensor, hidden: Tensor) -> Tensor:
+        """:meth:`logits`, in the first n rows of ``out``, float32 [>= n, vocab_size], which are returned.
+
+        Without gradient. Fresh memory of that size costs more than writing to it: the system clears it, page by page.
+        """
+        weight, bias = self._rows()
+        out, hidden = out[: len(hidden)], hidden.to(weight.device, weight.dtype)
+        if weight.dtype != torch.float32:
+            out.copy_(F.linear(hidden, weight, bias))
+        elif bias is None:
+            torch.mm(hidden, weight.t(), out=out)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=out)
+        if self.scale != 1.0:
+            out.mul_(self.scale)
+        return out if self.softcap is None else out.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        """This head with its product computed in ``dtype``; the weight is a copy unless it has that type already."""
+        weight, bias = self._rows()
+        return replace(self, weight=weight.to(dtype), bias=None if bias is None else bias.to(dtype))
+
+    def _rows(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight[: self.vocab_size], None if self.bias is None else self.bias[: self.vocab_size]
 
 
 def find_head(model: PreTrainedModel, vocab_size: int) -> Head:
@@ -93,13 +118,29 @@ def _softcap(config: PretrainedConfig) -> float | None:
     return None
 
 
-def hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+def hidden_states(model: PreTrainedModel, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
     """The normed hidden states [B, L, H] that the head reads, of right-padded token_ids int64 [B, L].
 
-    No attention mask is given: in a causal model what stands to the right of a position can't reach it.
+    No attention mask is given: in a causal model what stands to the right of a position can't reach it. With a
+    ``cache`` the tokens follow those that it has seen, and it has seen them too afterwards.
     """
-    hidden: Tensor = _body(model)(input_ids=token_ids, use_cache=False).last_hidden_state
+    body = _body(model)
+    hidden: Tensor = body(input_ids=token_ids, **_caching(body, cache)).last_hidden_state
     return hidden
+
+
+def own_logits(model: PreTrainedModel, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
+    """The model's own logits [B, L, rows] of what :func:`hidden_states` gives the hidden states of."""
+    logits: Tensor = model(input_ids=token_ids, **_caching(model, cache)).logits
+    return logits
+
+
+def _caching(module: nn.Module, cache: Cache | None) -> dict[str, Any]:
+    if cache is None:
+        return {"use_cache": False}
+    # transformers' own name since 5.24; a model folder that brings its code may still have the older one.
+    known = "cache" in inspect.signature(module.forward).parameters
+    return {"use_cache": True, "cache" if known else "past_key_values": cache}
 
 
 def _body(model: PreTrainedModel) -> nn.Module:
@@ -107,6 +148,23 @@ def _body(model: PreTrainedModel) -> nn.Module:
     if model.base_model is not model:
         return model.base_model
     return getattr(model, "model", model)  # Llama 4's text model doesn't say the prefix it uses
+
+
+@torch.no_grad()
+def runs_in_chunks(model: PreTrainedModel, token_ids: Tensor) -> bool:
+    """Whether a model in evaluation mode gives the same logits when its tokens come in two chunks, through a cache.
+
+    token_ids: int64 [B, L], a short batch without padding. False for architectures that remember in another way.
+    """
+    middle = token_ids.shape[1] // 2
+    whole = own_logits(model, token_ids)
+    try:
+        cache = DynamicCache(config=model.config.get_text_config())
+        chunks = [own_logits(model, part, cache) for part in token_ids.tensor_split([middle], 1)]
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError):
+        return False
+    error = (torch.cat(chunks, 1) - whole).float().abs().max()
+    return bool(error <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.float().abs().max())
 
 
 def head_error(model: PreTrainedModel, head: Head, token_ids: Tensor) -> float:
@@ -124,11 +182,10 @@ def verified_head(model: PreTrainedModel, vocab_size: int, token_ids: Tensor) ->
     token_ids: int64 [B, L], a short batch without padding to compare on. Rounding may make a difference of 1e-4 of the
     largest logit, or of four units in its last place where the weight's dtype is coarser than that.
     """
-    if _output_layer(model) is None or _body(model) is model:
-        return None
+    weight = getattr(_output_layer(model), "weight", None)
+    if _body(model) is model or weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        return None  # no head, no body, or a quantised head, whose numbers are packed
     head = find_head(model, vocab_size)
-    if not head.weight.is_floating_point():
-        return None
     error, largest = _compare(model, head, token_ids)
     return head if error <= max(1e-4, 4 * torch.finfo(head.weight.dtype).eps) * largest else None
 
@@ -139,7 +196,7 @@ def _compare(model: PreTrainedModel, head: Head, token_ids: Tensor) -> tuple[flo
     was_training = model.training
     model.train(False)  # dropout would make any two passes differ
     try:
-        own = model(input_ids=token_ids, use_cache=False).logits[..., : head.vocab_size].float()
+        own = own_logits(model, token_ids)[..., : head.vocab_size].float()
         hidden = hidden_states(model, token_ids)
     finally:
         model.train(was_training)

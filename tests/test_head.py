@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, PreTrainedModel
 
 from distill.errors import InputError
-from distill.head import Head, find_head, head_error, hidden_states, verified_head
+from distill.head import Head, find_head, head_error, hidden_states, own_logits, runs_in_chunks, verified_head
 
 ROWS = 97
 VOCAB = 90  # the crop: the last seven rows are padding of the head
@@ -146,3 +146,57 @@ def test_what_does_not_fit_is_refused() -> None:
         find_head(model.model, VOCAB)
     other = nn.Linear(7, ROWS)
     assert head_error(model, Head(other.weight, other.bias, 1.0, None, VOCAB), some_ids()) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "gptj"])
+def test_logits_into_a_buffer_are_the_same(name: str, dtype: torch.dtype) -> None:
+    """With scale, soft cap and bias; the rows behind stay as they are."""
+    model = make_model(name).to(dtype)
+    head, buffer = find_head(model, VOCAB), torch.full((20, VOCAB), 7.0)
+    with torch.no_grad():
+        hidden = hidden_states(model, some_ids()).flatten(0, 1)
+        expected, got = head.logits(hidden), head.logits_into(buffer, hidden)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert got.data_ptr() == buffer.data_ptr() and (buffer[len(hidden) :] == 7.0).all()
+
+
+def test_the_product_may_be_computed_in_another_type() -> None:
+    model, token_ids = make_model("gptj"), some_ids()
+    head = find_head(model, VOCAB)
+    assert head.in_dtype(torch.float32).weight.data_ptr() == head.weight.data_ptr(), "no copy without need"
+    with torch.no_grad():
+        hidden = hidden_states(model, token_ids).flatten(0, 1)
+        coarse = head.in_dtype(torch.bfloat16).logits(hidden)
+        expected = head.logits(hidden)
+    assert coarse.dtype == torch.float32 and coarse.shape == expected.shape
+    assert 0 < (coarse - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_through_a_cache_give_the_same(name: str) -> None:
+    model, token_ids = make_model(name), some_ids(11)
+    assert runs_in_chunks(model, token_ids)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        chunks = [hidden_states(model, token_ids[:, start : start + 4], cache) for start in (0, 4, 8)]
+        torch.testing.assert_close(torch.cat(chunks, 1), hidden_states(model, token_ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError])
+def test_a_model_without_such_a_cache_is_found_out(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+
+    def forgetful(model: PreTrainedModel, token_ids: torch.Tensor, cache: object = None) -> torch.Tensor:
+        return own_logits(model, token_ids)
+
+    monkeypatch.setattr("distill.head.own_logits", forgetful)
+    assert not runs_in_chunks(model, some_ids())
+
+    def refusing(model: PreTrainedModel, token_ids: torch.Tensor, cache: object = None) -> torch.Tensor:
+        if cache is not None:
+            raise error("no such argument")
+        return own_logits(model, token_ids)
+
+    monkeypatch.setattr("distill.head.own_logits", refusing)
+    assert not runs_in_chunks(model, some_ids())

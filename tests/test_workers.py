@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from distill.errors import DistillError, InputError, MachineError
-from distill.workers import Channel, Died, Progress, Ready, WorkerError, WorkerPool
+from distill.workers import Channel, Died, Later, Progress, Ready, WorkerError, WorkerPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,12 +70,25 @@ class Doer:
     def unpicklable(self, channel: Channel) -> Any:
         return lambda: None
 
+    def later(self, channel: Channel, order: Order) -> Later:
+        """Leaves all of an order for later."""
+        return Later(lambda: self(order, channel))
+
+    def span(self, channel: Channel, seconds: float) -> tuple[float, float]:
+        start = time.monotonic()
+        time.sleep(seconds)
+        return start, time.monotonic()
+
+    def die_later(self, channel: Channel, folder: str) -> Later:
+        """Dies in its rest the first time, when the next task has begun."""
+        return Later(lambda: time.sleep(0.3) or self.die_until(channel, folder, 1, signal.SIGKILL))
+
 
 @pytest.fixture(autouse=True)
-def ends_soon_and_leaves_no_process() -> Iterator[None]:
+def ends_soon_and_leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < (30 if "[16]" in request.node.name else 10)  # sixteen interpreters start slowly
     assert multiprocessing.active_children() == []
 
 
@@ -96,6 +110,16 @@ def test_every_task_exactly_once() -> None:
         assert list(pool.run([])) == []
         again = dict(pool.run([(n, ("who",)) for n in range(40)]))
         assert set(again.values()) <= {handle.process.pid for handle in pool._handles}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 16])
+def test_any_number_of_workers(workers: int) -> None:
+    """The ancestor hung with three or more. More workers than tasks is no matter either."""
+    seen: list[bytes] = []
+    tasks = [("echo", b"%d" % number) for number in range(10)] + [("later", ("add", number, 1)) for number in range(10)]
+    results = outcome(*tasks, workers=workers, on_progress=seen.append, on_request=lambda asked: asked + b"!")
+    assert results == {number: b"%d!" % number for number in range(10)} | {10 + n: n + 1 for n in range(10)}
+    assert sorted(seen) == [b"%d" % number for number in range(10)]
 
 
 def test_tasks_start_in_order_and_one_worker_keeps_it() -> None:
@@ -173,6 +197,48 @@ def test_leaving_early_and_errors_of_the_caller_end_the_workers() -> None:
     with pytest.raises(ZeroDivisionError), WorkerPool(Doer, [()] * 2) as pool:
         for _ in pool.run([("a", ("add", 1, 2)), ("b", ("sleep", 60))]):
             1 / 0  # noqa: B018
+
+
+# --- What a task leaves for later ---
+
+
+def test_the_rest_of_a_task_runs_beside_the_next_one_and_beside_no_other_rest() -> None:
+    results = outcome(*[("later", ("span", 0.3)), ("span", 0.2)] * 2, ("later", ("span", 0.1)))
+    rests, works = [results[n] for n in (0, 2, 4)], [results[n] for n in (1, 3)]
+    assert works[0][0] < rests[0][1] and works[1][0] < rests[1][1], "the next task didn't wait"
+    assert all(first[1] <= second[0] for first, second in pairwise(rests)), "one rest at a time"
+
+
+def test_a_rest_may_ask_while_the_worker_waits_for_a_task() -> None:
+    tasks = [("later", ("echo", b"%d" % number)) for number in range(6)]
+    assert outcome(*tasks, on_request=lambda asked: asked * 2) == {n: b"%d" % n * 2 for n in range(6)}
+
+
+@pytest.mark.parametrize("after", [("sleep", 60), ("add", 1, 2)])
+def test_an_error_in_a_rest_ends_the_run_at_once(after: Order) -> None:
+    with pytest.raises(MachineError, match=r"^disk full$") as caught:
+        outcome(("later", ("error", MachineError, "disk full")), after, ("sleep", 60))
+    assert "in error" in str(caught.value.__cause__)
+    with pytest.raises(WorkerError, match="pickle"):
+        outcome(("later", ("unpicklable",)), after)
+
+
+def test_a_kill_redoes_the_task_and_the_rest_before_it(tmp_path: Path) -> None:
+    results = outcome(("add", 1, 1), ("die_later", str(tmp_path)), ("span", 0.6), ("add", 2, 2))
+    assert results.keys() == {0, 1, 2, 3} and results[1] == 1 and results[3] == 4
+
+
+def test_a_rest_that_always_kills_ends_the_run() -> None:
+    with pytest.raises(MachineError, match="killed by SIGKILL, the second death on it"):
+        outcome(("later", ("die", signal.SIGKILL)))
+    with pytest.raises(MachineError, match="killed by SIGKILL, the second death on it"):
+        outcome(("later", ("die", signal.SIGKILL)), ("sleep", 0.5), ("sleep", 0.5))
+
+
+def test_leaving_early_ends_a_worker_that_has_a_rest() -> None:
+    with WorkerPool(Doer, [()]) as pool:
+        for _ in pool.run([("a", ("add", 1, 2)), ("b", ("later", ("sleep", 60))), ("c", ("add", 1, 2))]):
+            break
 
 
 # --- Exits and kills ---

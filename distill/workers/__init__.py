@@ -7,7 +7,7 @@ Every worker is a spawned process with a pipe of its own, so that a dying worker
 ``child`` is what runs inside it, ``pool`` the parent's side.
 """
 
-from distill.workers.child import Channel, Died, Done, Event, Progress, Ready, Request, Worker, WorkerError
+from distill.workers.child import Channel, Died, Done, Event, Free, Later, Progress, Ready, Request, Worker, WorkerError
 from distill.workers.pool import Task, WorkerPool
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "Died",
     "Done",
     "Event",
+    "Free",
+    "Later",
     "Progress",
     "Ready",
     "Request",

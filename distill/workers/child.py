@@ -1,7 +1,7 @@
 """What runs inside a worker process, and the events it reports.
 
 The main thread works. One thread sends heartbeats, so that the parent notices a frozen process; one listens, so that
-the parent can always send, and ends the process the moment the parent is gone.
+the parent can always send, and ends the process the moment the parent is gone; one does what a task left for later.
 """
 
 import multiprocessing
@@ -11,7 +11,8 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -19,6 +20,10 @@ from typing import Any, Protocol
 from distill.errors import DistillError, MachineError, machine_failed
 
 _ANSWER_TIMEOUT = 600.0  # seconds
+
+# The first byte of what the parent sends: a task or the like, or the answer to a request.
+MESSAGE = b"m"
+ANSWER = b"a"
 
 
 class WorkerError(DistillError):
@@ -33,8 +38,21 @@ class Worker(Protocol):
     """What a factory builds inside the process."""
 
     def __call__(self, task: Any, channel: "Channel", /) -> Any:
-        """Does one task and returns its result. Both cross the pipe, so both must be picklable."""
+        """Does one task and returns its result. Both cross the pipe, so both must be picklable.
+
+        Or it returns a ``Later``, and the next task may begin before this one is done.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The rest of a task: ``finish`` returns its result.
+
+    It runs in a thread beside the next task, never beside the rest of another one.
+    """
+
+    finish: Callable[[], Any]
 
 
 # --- Events ---------------------------------------------------------------------------------------------------------
@@ -64,6 +82,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Free:
+    """The worker left the rest of its task for later and waits for the next one."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The result of one task."""
 
@@ -81,7 +106,7 @@ class Failed:
     trace: str
 
     @classmethod
-    def describing(cls, error: Exception) -> "Failed":
+    def describing(cls, error: BaseException) -> "Failed":
         """Keeps class and message of our own errors; makes of any other a WorkerError in one line."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, DistillError):
@@ -100,15 +125,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker's process ended: by itself (exitcode >= 0) or by the signal -exitcode. ``task`` is what it had."""
+    """The worker's process ended: by itself (exitcode >= 0) or by the signal -exitcode.
+
+    ``task`` is what it worked on, ``rest`` the one before, if that wasn't finished.
+    """
 
     worker: int
     exitcode: int
     started: bool
     task: tuple[Hashable, Any] | None
+    rest: tuple[Hashable, Any] | None = None
 
 
-Event = Ready | Progress | Request | Done | Died
+Event = Ready | Progress | Request | Free | Done | Died
 
 
 # --- The process ----------------------------------------------------------------------------------------------------
@@ -121,7 +150,9 @@ class Channel:
         self._worker = worker
         self._connection = connection
         self._sending = threading.Lock()
-        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._beating = threading.Thread(target=self._beat, args=(beat_seconds,), daemon=True)
         self._beating.start()
@@ -133,19 +164,22 @@ class Channel:
 
     def request(self, payload: Any) -> Any:
         """Asks the parent and returns its answer. Raises MachineError if none comes within ten minutes."""
-        self.send(Request(self._worker, payload))
-        return self.receive(_ANSWER_TIMEOUT)
+        with self._asking:
+            self.send(Request(self._worker, payload))
+            try:
+                return pickle.loads(self._answers.get(timeout=_ANSWER_TIMEOUT))
+            except queue.Empty:
+                raise MachineError(
+                    f"worker {self._worker} got no answer for {_ANSWER_TIMEOUT:.0f} s; start again"
+                ) from None
 
-    def send(self, event: Ready | Progress | Request | Done | Failed) -> None:
+    def send(self, event: Ready | Progress | Request | Free | Done | Failed) -> None:
         """Sends one event. By plain pickle: multiprocessing's own would put tensors into shared memory."""
         self._send_bytes(pickle.dumps(event, pickle.HIGHEST_PROTOCOL))
 
-    def receive(self, timeout: float | None = None) -> Any:
+    def receive(self) -> Any:
         """The parent's next message. Safe without a timeout: the listener ends the process if the parent is gone."""
-        try:
-            return pickle.loads(self._inbox.get(timeout=timeout))
-        except queue.Empty:
-            raise MachineError(f"worker {self._worker} got no answer for {timeout:.0f} s; start again") from None
+        return pickle.loads(self._messages.get())
 
     def close(self) -> None:
         """Stops the heartbeats, so that nothing writes while the interpreter shuts down."""
@@ -171,14 +205,46 @@ class Channel:
             if parent.sentinel in wait([self._connection, parent.sentinel]):
                 _end_this_process()
             try:
-                self._inbox.put(self._connection.recv_bytes())
+                data = self._connection.recv_bytes()
             except (EOFError, OSError):
                 _end_this_process()
+            (self._answers if data[:1] == ANSWER else self._messages).put(data[1:])
 
 
 def _end_this_process() -> None:
     """The parent is gone. Nobody wants the work, and no clean-up may hold memory or device any longer."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Rests:
+    """Does the rests of tasks in a thread, one at a time."""
+
+    def __init__(self, worker: int, channel: Channel) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def begin(self, task_id: Hashable, rest: Later) -> None:
+        """Starts with the rest of a task, once the one before is done. Raises what that one raised."""
+        self.wait()
+        self._channel.send(Free(self._worker))
+        self._pending = self._thread.submit(self._finish, task_id, rest)
+        self._pending.add_done_callback(self._report)
+
+    def wait(self) -> None:
+        """Returns when nothing is left. Raises what the rest raised."""
+        if self._pending is not None:
+            self._pending.result()
+
+    def _finish(self, task_id: Hashable, rest: Later) -> None:
+        self._channel.send(Done(self._worker, task_id, rest.finish()))
+
+    def _report(self, done: "Future[None]") -> None:
+        """At once: the main thread may be busy with the next task for long."""
+        error = done.exception()
+        if error is not None:
+            self._channel.send(Failed.describing(error))
 
 
 def child_main(worker: int, connection: "Connection[Any, Any]", beat_seconds: float) -> None:
@@ -189,9 +255,15 @@ def child_main(worker: int, connection: "Connection[Any, Any]", beat_seconds: fl
         factory, arguments = channel.receive()
         work: Worker = factory(*arguments)
         channel.send(Ready(worker))
+        rests = _Rests(worker, channel)
         while (message := channel.receive()) is not None:
             task_id, task = message
-            channel.send(Done(worker, task_id, work(task, channel)))
+            result = work(task, channel)
+            if isinstance(result, Later):
+                rests.begin(task_id, result)
+            else:
+                channel.send(Done(worker, task_id, result))
+        rests.wait()
     except Exception as error:
         channel.send(Failed.describing(error))
         raise SystemExit(1) from error

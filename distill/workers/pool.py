@@ -18,7 +18,21 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from distill.errors import MachineError
-from distill.workers.child import Died, Done, Event, Failed, Progress, Ready, Request, Worker, WorkerError, child_main
+from distill.workers.child import (
+    ANSWER,
+    MESSAGE,
+    Died,
+    Done,
+    Event,
+    Failed,
+    Free,
+    Progress,
+    Ready,
+    Request,
+    Worker,
+    WorkerError,
+    child_main,
+)
 
 _POLL = 0.5  # seconds
 _BEATS = 60  # heartbeats in one silence timeout
@@ -38,6 +52,7 @@ class _Handle:
         self.started = False
         self.ended = False
         self.task: Task | None = None
+        self.rest: Task | None = None  # the task before, if its end was left for later
         self.heard = False
         self.silence = 0.0  # seconds
         self._connection, child_end = context.Pipe()
@@ -58,14 +73,19 @@ class _Handle:
         """Whether it waits for a task, as far as its events tell."""
         return self.started and self.task is None and not self.ended
 
-    def send(self, data: bytes) -> None:
-        """Queues a pickled message; never waits."""
-        self._outbox.put(data)
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to finish."""
+        return self.task is not None or self.rest is not None
+
+    def send(self, kind: bytes, data: bytes) -> None:
+        """Queues a pickled message or answer; never waits."""
+        self._outbox.put(kind + data)
 
     def dismiss(self) -> None:
         """Asks an idle worker to end; what a busy one is doing is of no use any more."""
-        if self.idle:
-            self.send(_pickled(None))
+        if self.idle and not self.busy:
+            self.send(MESSAGE, _pickled(None))
         else:
             self.process.terminate()
 
@@ -96,6 +116,30 @@ class _Handle:
                 self._connection.send_bytes(data)
             except OSError:
                 return  # the process is gone, as the reader reports
+
+
+class _Waiting:
+    """The tasks that nobody works on: those that have to be done again, then those that were never asked for."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._again: deque[Task] = deque()
+        self._tasks = iter(tasks)
+        self._exhausted = False
+
+    @property
+    def more(self) -> bool:
+        """Whether there may be another one."""
+        return bool(self._again) or not self._exhausted
+
+    def redo(self, task: Task) -> None:
+        self._again.append(task)
+
+    def take(self) -> Task | None:
+        if self._again:
+            return self._again.popleft()
+        task = next(self._tasks, None)
+        self._exhausted = task is None
+        return task
 
 
 class WorkerPool:
@@ -140,21 +184,28 @@ class WorkerPool:
         *,
         on_progress: Callable[[Any], None] | None = None,
         on_request: Callable[[Any], Any] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Hashable, Any]]:
         """Yields (task_id, result) of every task once, as they finish; they are started in the order given.
 
-        The task of a worker killed by a signal is done again in a new worker. Raises what a worker raised (see
+        ``tasks`` is asked for the next one only when a worker is free, so a generator can decide by what came back.
+
+        What a worker had when it was killed by a signal, its task and perhaps the rest of the one before, is done again
+        in a new worker. Raises what a worker raised (see
         ``next_event``); MachineError if a worker is killed while starting, or twice on one task; WorkerError if a
-        worker ends by itself. The callbacks get the payloads and run in the caller's thread.
+        worker ends by itself. The callbacks run in the caller's thread; those for progress and requests get the
+        payloads, ``on_wait`` is called twice a second at least.
         """
-        waiting = deque(tasks)
-        assert self._handles or not waiting, "no workers"
+        assert self._handles, "no workers"
+        waiting = _Waiting(tasks)
         killers: set[Hashable] = set()
         for handle in [handle for handle in self._handles if handle.ended]:
             self.respawn(handle.index)
-        while waiting or any(handle.task for handle in self._handles):
+        while waiting.more or any(handle.busy for handle in self._handles):
             self._hand_out(waiting)
             event = self.next_event()
+            if on_wait is not None:
+                on_wait()
             match event:
                 case Done():
                     self._hand_out(waiting)  # before the caller takes its time over the result
@@ -166,16 +217,18 @@ class WorkerPool:
                     self.reply(event.worker, on_request(event.payload))
                 case Died():
                     _check_worth_redoing(event, killers)
-                    if event.task is not None:
-                        killers.add(event.task[0])
-                        waiting.appendleft(event.task)
-                    if waiting:
+                    killers |= {task[0] for task in _suspects(event)}
+                    for task in (event.rest, event.task):
+                        if task is not None:
+                            waiting.redo(task)
+                    if waiting.more:
                         self.respawn(event.worker)
 
-    def _hand_out(self, waiting: deque[Task]) -> None:
+    def _hand_out(self, waiting: "_Waiting") -> None:
         for worker in self.idle():
-            if waiting:
-                self.submit(worker, *waiting.popleft())
+            task = waiting.take()
+            if task is not None:
+                self.submit(worker, *task)
 
     # --- One event at a time ----------------------------------------------------------------------------------------
 
@@ -192,29 +245,33 @@ class WorkerPool:
             return None
         if data is None:
             return self._bury(handle)
-        event: Ready | Progress | Request | Done | Failed = pickle.loads(data)
+        event: Ready | Progress | Request | Free | Done | Failed = pickle.loads(data)
         if isinstance(event, Failed):
             raise event.error()
         if isinstance(event, Ready):
             handle.started = True
+        elif isinstance(event, Free):
+            handle.task, handle.rest = None, handle.task
+        elif isinstance(event, Done) and handle.rest is not None and handle.rest[0] == event.task_id:
+            handle.rest = None
         elif isinstance(event, Done):
             handle.task = None
         return event
 
     def idle(self) -> list[int]:
-        """The workers that wait for a task."""
+        """The workers that wait for a task; they may have the rest of the one before to finish."""
         return [handle.index for handle in self._handles if handle.idle]
 
     def submit(self, worker: int, task_id: Hashable, task: Any) -> None:
         """Gives an idle worker its next task."""
         handle = self._handles[worker]
         assert handle.idle, f"worker {worker} isn't idle"
-        handle.send(_pickled((task_id, task)))
+        handle.send(MESSAGE, _pickled((task_id, task)))
         handle.task = (task_id, task)
 
     def reply(self, worker: int, answer: Any) -> None:
         """Answers a worker's request."""
-        self._handles[worker].send(_pickled(answer))
+        self._handles[worker].send(ANSWER, _pickled(answer))
 
     def respawn(self, worker: int) -> None:
         """Starts a worker anew in place of one that died."""
@@ -225,15 +282,16 @@ class WorkerPool:
 
     def _spawn(self, worker: int) -> _Handle:
         handle = _Handle(worker, self._silence_timeout / _BEATS, self._inbox)
-        handle.send(self._starts[worker])
+        handle.send(MESSAGE, self._starts[worker])
         return handle
 
     def _bury(self, handle: _Handle) -> Died:
         handle.process.join(_REAP_SECONDS)
         assert handle.process.exitcode is not None, "the sentinel said that it ended"
         handle.ended = True
-        task, handle.task = handle.task, None
-        return Died(handle.index, handle.process.exitcode, handle.started, task)
+        died = Died(handle.index, handle.process.exitcode, handle.started, handle.task, handle.rest)
+        handle.task = handle.rest = None
+        return died
 
     def _watch_silence(self) -> None:
         now = time.monotonic()
@@ -244,7 +302,8 @@ class WorkerPool:
             handle.heard = False
             if handle.silence > self._silence_timeout:
                 handle.process.kill()
-                during = f" in {handle.task[0]}" if handle.task else ""
+                task = handle.task or handle.rest
+                during = f" in {task[0]}" if task else ""
                 raise MachineError(
                     f"worker {handle.index} gave no sign of life for {handle.silence:.0f} s{during}: it is frozen, "
                     "or the machine is overloaded; start again"
@@ -262,9 +321,15 @@ class WorkerPool:
             handle.close()
 
 
+def _suspects(death: Died) -> list[Task]:
+    """The tasks that may have killed a worker: the one that it worked on, else the one that it was finishing."""
+    return [task for task in (death.task, death.rest) if task is not None][:1]
+
+
 def _check_worth_redoing(death: Died, killers: set[Hashable]) -> None:
-    """Raises unless the dead worker's task should be done once more."""
-    during = f"{death.task[0]}: " if death.task else ""
+    """Raises unless the dead worker's tasks should be done once more."""
+    suspects = [task[0] for task in _suspects(death)]
+    during = "".join(f"{task_id}: " for task_id in suspects)
     while_starting = "" if death.started else " while starting"
     if death.exitcode >= 0:
         raise WorkerError(
@@ -274,7 +339,7 @@ def _check_worth_redoing(death: Died, killers: set[Hashable]) -> None:
     advice = "out of memory? free some or run fewer workers, then start again" if name == "SIGKILL" else "start again"
     if not death.started:
         raise MachineError(f"worker {death.worker} was killed by {name}{while_starting}; {advice}")
-    if death.task is not None and death.task[0] in killers:
+    if killers.intersection(suspects):
         raise MachineError(f"{during}worker {death.worker} was killed by {name}, the second death on it; {advice}")
 
 

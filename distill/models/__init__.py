@@ -1,0 +1,48 @@
+"""Model folders: check them, tell them apart by their weights, load them. Shared by teacher and student.
+
+``folder`` reads what a folder says of itself without loading any weights, ``pipeline_config`` a file of the ancestor's
+that may lie in it, ``quantised`` says how its weights are packed, ``load`` puts them on a device.
+"""
+
+from distill.models.folder import (
+    compute_dtype,
+    config_digest,
+    gguf_file,
+    loaded_bytes,
+    read_model_config,
+    stored_dtype,
+    weight_files,
+    weights_digest,
+)
+from distill.models.load import (
+    load_causal_lm,
+    out_of_memory,
+    quiet_transformers,
+    release_memory,
+    resolve_device,
+    saved_folder,
+    torch_dtype,
+)
+from distill.models.pipeline_config import PipelineConfig, read_pipeline_config
+from distill.models.quantised import quantisation
+
+__all__ = [
+    "PipelineConfig",
+    "compute_dtype",
+    "config_digest",
+    "gguf_file",
+    "load_causal_lm",
+    "loaded_bytes",
+    "out_of_memory",
+    "quantisation",
+    "quiet_transformers",
+    "read_model_config",
+    "read_pipeline_config",
+    "release_memory",
+    "resolve_device",
+    "saved_folder",
+    "stored_dtype",
+    "torch_dtype",
+    "weight_files",
+    "weights_digest",
+]

@@ -1,0 +1,151 @@
+"""Model folders to models on a device."""
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import InputError, MachineError
+from distill.files import free_bytes, whole_folder
+from distill.models.folder import GGUF_ERRORS, gguf_file, weight_files
+from distill.models.quantised import quantisation, require_library
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+# Whatever a configuration or a file that isn't one makes transformers raise.
+_BAD_FOLDER = (*GGUF_ERRORS, RuntimeError, ImportError, ArithmeticError)
+# torch has no class of its own for these.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def resolve_device(device: str | None) -> str:
+    """The device to use: as named, else the first GPU, else the CPU. InputError if the named one is absent."""
+    import torch
+
+    if device is None:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device: {device!r} is no device; use for example cpu or cuda:0") from error
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device: {device} is not on this machine ({torch.cuda.device_count()} GPUs); use cpu")
+    return "cuda:0" if str(parsed) == "cuda" else str(parsed)
+
+
+def release_memory() -> None:
+    """Give what deleted models took back to the devices, for other processes."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The torch type of ``fp32``, ``bf16`` or ``fp16``."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def load_causal_lm(
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    quantised: bool = False,
+    max_memory: Mapping[int, int] | None = None,
+) -> "PreTrainedModel":
+    """A causal language model from a local folder, in evaluation mode.
+
+    quantised: whether its weights may be. max_memory: bytes by GPU index; with more than one GPU in it accelerate
+    spreads the layers over them. Raises InputError if the folder can't be loaded as a causal language model,
+    MachineError if the devices have no room for it.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    weight_files(folder)
+    packing = quantisation(folder)
+    if packing != "none" and not quantised:
+        raise InputError(f"{folder}: its weights are quantised ({packing}): good for a teacher, not for a student")
+    require_library(folder, packing)
+    quiet_transformers()
+    places = _device_map(packing, device, max_memory or {})
+    packed = gguf_file(folder)
+    try:
+        with nullcontext() if packed is None else redirect_stderr(StringIO()):  # a progress bar nobody can turn off
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch_dtype(dtype),
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **places,
+                **({} if packed is None else _unpacking(packed)),
+            )
+        model, report = loaded
+        model = model.eval() if places else model.to(device).eval()
+    except (*_BAD_FOLDER, MemoryError, SafetensorError) as error:
+        if out_of_memory(error):
+            raise MachineError(f"{folder}: does not fit on {device}; use a smaller model or another device") from error
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{folder}: cannot be loaded as a causal language model: {reason}") from error
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"])[:3])
+        raise InputError(f"{folder}: weights are missing ({names}, {len(report['missing_keys'])} in all)")
+    return model  # type: ignore[no-any-return]
+
+
+def _unpacking(path: Path) -> dict[str, Any]:
+    """How to load a .gguf."""
+    from transformers import GgufConfig
+
+    # Unpacked even where kernels for packed weights are installed: the same file gives the same records everywhere.
+    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def _device_map(packing: str, device: str, max_memory: Mapping[int, int]) -> dict[str, Any]:
+    """What transformers has to be told of devices: nothing for a model that is loaded whole and then moved."""
+    if len(max_memory) > 1:
+        return {"device_map": "auto", "max_memory": dict(max_memory)}
+    if packing in ("none", "gguf"):
+        return {}
+    return {"device_map": {"": device}}  # packed weights can't be moved later
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a GPU or the CPU has no memory for what was asked of it just now."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def saved_folder(path: Path) -> Iterator[Path]:
+    """``files.whole_folder`` for weights: safetensors has an error class of its own for a full or broken disk."""
+    from safetensors import SafetensorError
+
+    try:
+        with whole_folder(path) as temporary:
+            yield temporary
+    except SafetensorError as error:
+        raise MachineError(f"{path}: cannot write: {error} ({free_bytes(path):,} bytes free)") from error
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no notes from transformers and bitsandbytes: what a user has to know is said by us."""
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
