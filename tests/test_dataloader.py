@@ -1,5 +1,9 @@
 """The stream of steps: order as a function of seed and epoch, exact continuation, honest padding."""
 
+import hashlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,26 +12,63 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.cache import Layer, build_shard
+from distill.cache import Admissions, Located, Source, build_shard
 from distill.collate import collate, token_batches
-from distill.dataloader import CachedSamples, StepPlan, epoch_order, load_steps, pad
+from distill.dataloader import (
+    CachedSamples,
+    OptimizerStep,
+    Segment,
+    StepPlan,
+    TeacherShare,
+    epoch_order,
+    load_steps,
+    pad,
+)
+from distill.errors import InputError
+from distill.fused import dense_loss
+from distill.losses import LOSSES, build_loss
+from distill.merge import merge
 from distill.records import concat, select
-from distill.types import TokenizedSample
+from distill.types import Records, TokenizedSample
 from tests.helpers import VOCAB, make_records, make_samples, make_spec
 
 
+class StubSource:
+    """A teacher's records in memory, with the interface of the cache's sources."""
+
+    def __init__(self, samples: list[TokenizedSample], *, seed: int = 1, k: int = 5) -> None:
+        self.spec = make_spec(top_k=k)
+        self.records = {s.key: make_records([s], k=k, seed=seed + i) for i, s in enumerate(samples)}
+        self.shards = {s.key: Located(f"shard {i % 3}", i // 3) for i, s in enumerate(samples)}
+        self.reads: list[Located] = []
+
+    def read(self, sample: TokenizedSample, located: Located) -> Records:
+        assert located == self.shards[sample.key]
+        self.reads.append(located)
+        return self.records[sample.key]
+
+    def share(self, weight: float = 1.0) -> TeacherShare:
+        return TeacherShare(self, weight, self.shards)
+
+
 @pytest.fixture
-def cached(tmp_path: Path) -> CachedSamples:
+def cached() -> CachedSamples:
     """Three shards, and two samples that occur twice."""
-    spec = make_spec()
-    layer = Layer.open(tmp_path, spec)
-    layer.prepare()
     samples = make_samples(30)
-    for part in (samples[:10], samples[10:20], samples[20:]):
-        image = build_shard(part, make_records(part), layer=spec.describe(), vocab_size=VOCAB)
-        image.seal(layer.folder)
-        layer.register(image.info)
-    return CachedSamples(layer, [*samples, samples[0], samples[15]], layer.locate(samples))
+    return CachedSamples([StubSource(samples).share()], [*samples, samples[0], samples[15]])
+
+
+def open_cache(folder: Path, admissions: Admissions, *, collect: bool = False) -> CachedSamples:
+    """The same from the disk."""
+    spec, samples = make_spec(), make_samples(30)
+    source = Source.open(folder, spec, admissions)
+    if collect:
+        source.own.prepare()
+        for part in (samples[:10], samples[10:20], samples[20:]):
+            image = build_shard(part, make_records(part), layer=spec.describe(), vocab_size=VOCAB)
+            image.seal(source.own.folder)
+            source.own.register(image.info)
+    return CachedSamples([TeacherShare(source, 1.0, source.locate(samples))], [*samples, samples[0], samples[15]])
 
 
 def plan_of(samples: list[TokenizedSample], **changes: object) -> StepPlan:
@@ -83,15 +124,206 @@ def test_batches_hold_each_sample_and_its_own_records(cached: CachedSamples) -> 
     assert torch.equal(
         batch.tokens.labels, torch.cat([torch.from_numpy(s.token_ids[s.targets]) for s in samples]).long()
     )
-    expected = concat([cached.layer.read(s, cached.located[s.key]) for s in samples])
+    (teacher,) = cached.teachers
+    expected = concat([teacher.source.read(s, teacher.located[s.key]) for s in samples])
     assert torch.equal(batch.targets.entry_ids.flatten(), torch.from_numpy(expected.entry_ids))
     assert torch.equal(batch.label_logprobs, torch.from_numpy(expected.label_logprobs))
 
 
-def test_a_failure_while_reading_ahead_reaches_the_consumer(cached: CachedSamples) -> None:
-    (cached.layer.folder / f"{next(iter(cached.layer.shards))}.h5").unlink()
-    with pytest.raises(ValueError, match="damaged shard"):
+def test_a_batch_is_read_shard_by_shard(cached: CachedSamples) -> None:
+    cached.batch([5, 3, 1, 2, 0, 4, 29, 28])
+    source = cached.teachers[0].source
+    assert isinstance(source, StubSource)
+    places = [(place.shard, place.row) for place in source.reads]
+    assert places == sorted(places) and len(places) == 8
+
+
+def digest(steps: Iterable[OptimizerStep]) -> str:
+    """SHA-256 of everything that a training sees of a stream."""
+    sha = hashlib.sha256()
+    for step in steps:
+        for batch in step.micro_batches:
+            targets = batch.targets
+            for tensor in (
+                *(batch.tokens.token_ids, batch.tokens.labels, batch.tokens.predict_rows),
+                *(targets.entry_ids, targets.entry_logprobs, targets.tail_logprobs, batch.label_logprobs),
+            ):
+                sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def test_a3_any_number_of_readers_sees_the_same_stream(tmp_path: Path) -> None:
+    """Report A3: loader workers read wrong rows. Read by hand, by one reader's thread, by four at once."""
+    admissions = Admissions()
+    cached = open_cache(tmp_path, admissions, collect=True)
+    plan = plan_of(list(cached.samples))
+    by_hand = (
+        OptimizerStep(number, tuple(cached.batch(rows) for rows in batches), 0, 0) for number, batches in plan.steps()
+    )
+    expected = digest(by_hand)
+    assert digest(load_steps(cached, plan, first=1)) == expected
+    caches = [open_cache(tmp_path, admissions) for _ in range(4)]
+    with ThreadPoolExecutor(4) as readers:
+        assert set(readers.map(lambda cache: digest(load_steps(cache, plan, first=1)), caches)) == {expected}
+
+
+def test_a_failure_while_reading_ahead_reaches_the_consumer(tmp_path: Path) -> None:
+    cached = open_cache(tmp_path, Admissions(), collect=True)
+    shard = next(tmp_path.glob("*/*.h5"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(InputError, match=shard.name):
         list(load_steps(cached, plan_of(list(cached.samples)), first=1))
+
+
+# -- several teachers -------------------------------------------------------------------------------------------------
+
+
+def several_teachers() -> CachedSamples:
+    """Teachers with different K: the first scored all but 3, 4 and 5, the second 0 to 5, the third every second one."""
+    samples = make_samples(12)
+    scored = ([*samples[:3], *samples[6:]], samples[:6], samples[::2])
+    shares = [StubSource(part, seed=9 * i, k=5 + i).share(i + 1.0) for i, part in enumerate(scored)]
+    return CachedSamples(shares, samples)
+
+
+@pytest.mark.parametrize("rows", [range(12), [7, 0, 5, 2, 11, 0], [1], [7, 9, 11]])
+def test_each_sample_is_merged_from_the_teachers_that_scored_it(rows: Sequence[int]) -> None:
+    data = several_teachers()
+    batch = data.batch(rows)
+    samples = [data.samples[row] for row in rows]
+    expected = []
+    for sample in samples:
+        shares = [share for share in data.teachers if sample.key in share.located]
+        parts = [share.source.read(sample, share.located[sample.key]) for share in shares]
+        labels = sample.token_ids[sample.targets]
+        expected.append(merge(parts, [share.weight for share in shares], labels, VOCAB))
+    records = concat(expected)
+    padded = pad(records, batch.tokens.labels)
+    for name in ("labels", "entry_ids", "entry_logprobs", "tail_logprobs"):
+        assert torch.equal(getattr(batch.targets, name), getattr(padded, name))
+    assert torch.equal(batch.label_logprobs, torch.from_numpy(records.label_logprobs))
+
+
+def test_the_order_of_teachers_is_invisible() -> None:
+    data = several_teachers()
+    one, other = data.batch(range(12)), CachedSamples(data.teachers[::-1], data.samples).batch(range(12))
+    assert torch.equal(one.targets.entry_ids, other.targets.entry_ids)
+    assert torch.equal(one.targets.entry_logprobs, other.targets.entry_logprobs)
+
+
+def test_a_sample_without_a_teacher_is_noticed() -> None:
+    data = several_teachers()
+    with pytest.raises(AssertionError, match="no teacher"):
+        CachedSamples(data.teachers[1:2], data.samples).batch([7])
+
+
+def test_unknown_values_never_reach_the_loss() -> None:
+    """Imported caches don't know entropies and some labels' logprobs."""
+    data = several_teachers()
+    for share in data.teachers:
+        assert isinstance(share.source, StubSource)
+        for key, records in share.source.records.items():
+            unknown = np.full(len(records), np.nan, np.float32)
+            share.source.records[key] = replace(records, label_logprobs=unknown, entropies=unknown)
+    batch = data.batch(range(12))
+    assert batch.label_logprobs.isnan().all() and batch.entropies.isnan().all()
+    logits = torch.randn(len(batch.targets), VOCAB, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for name in LOSSES:
+        loss = dense_loss(logits, batch.targets, build_loss(name), scale=1.0)
+        assert loss.isfinite() and torch.autograd.grad(loss, logits)[0].isfinite().all()
+
+
+def test_one_teachers_records_are_not_touched(cached: CachedSamples, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.merge._merge", None)
+    assert len(cached.batch([3, 4]).targets) > 0
+
+
+# -- segments ---------------------------------------------------------------------------------------------------------
+
+
+PINNED = [(1, [[1, 4], [2, 3]]), (2, [[6, 5], [0]]), (3, [[4, 2], [0, 6]]), (4, [[5, 3], [1]])]
+
+
+def rounds_of(epochs: int, cuts: list[int], size: int) -> list[Segment]:
+    parts = np.split(np.random.default_rng(1).permutation(size), cuts)
+    return [Segment(rows, epoch, part) for epoch in range(epochs) for part, rows in enumerate(parts) if len(rows)]
+
+
+def test_orders_from_before_there_were_segments_are_kept() -> None:
+    plan = StepPlan(np.arange(1, 8), 2, 2, 2, "shuffle", 5)
+    assert list(plan.steps(1)) == PINNED
+    whole = replace(plan, segments=[Segment(np.arange(7), epoch) for epoch in range(2)])
+    assert list(whole.steps(1)) == PINNED
+
+
+@given(
+    size=st.integers(1, 40),
+    cuts=st.lists(st.integers(0, 40), max_size=4).map(sorted),
+    batch_size=st.integers(1, 7),
+    order=st.sampled_from(["shuffle", "sorted", "native"]),
+)
+def test_segments_are_trained_one_after_the_other(size: int, cuts: list[int], batch_size: int, order: str) -> None:
+    segments = rounds_of(2, cuts, size)
+    plan = StepPlan(np.arange(size), batch_size, 2, 2, order, 5, segments)
+    steps = list(plan.steps())
+    assert [number for number, _ in steps] == list(range(1, plan.total_steps + 1))
+    for index, segment in enumerate(segments):
+        numbers = plan.steps_of(index)
+        assert {plan.segment_of(number) for number in numbers} == {index}
+        own = list(plan.steps(numbers.start, numbers[-1]))
+        assert own == steps[numbers.start - 1 : numbers[-1]]
+        rows = [row for _, batches in own for batch in batches for row in batch]
+        assert sorted(rows) == sorted(segment.rows)
+        if order == "native":
+            assert rows == segment.rows.tolist()
+    assert sum(len(plan.steps_of(index)) for index in range(len(segments))) == plan.total_steps
+
+
+def test_parts_and_epochs_are_shuffled_differently() -> None:
+    rows = np.arange(100)
+    segments = [Segment(rows[:50], 0, 0), Segment(rows[50:], 0, 1), Segment(rows[:50], 1, 0), Segment(rows[50:], 1, 1)]
+    plan = StepPlan(rows, 50, 1, 2, "shuffle", 5, segments)
+    orders = [tuple(np.array(batches[0]) % 50) for _, batches in plan.steps()]
+    assert len(set(orders)) == 4
+
+
+def test_a_segments_data_may_be_all_there_is() -> None:
+    """Each round sees a cache that holds no other round's records; together they are one training without rounds."""
+    samples = make_samples(20)
+    segments = rounds_of(2, [6, 13], 20)
+    plan = replace(plan_of(samples), num_epochs=2, segments=segments)
+    source = StubSource(samples)
+    whole = digest(load_steps(CachedSamples([source.share()], samples), plan, first=1))
+    steps: list[OptimizerStep] = []
+    for index, segment in enumerate(segments):
+        keys = {samples[row].key for row in segment.rows}
+        located = {key: place for key, place in source.shards.items() if key in keys}
+        data = CachedSamples([TeacherShare(source, 1.0, located)], samples)
+        numbers = plan.steps_of(index)
+        steps += load_steps(data, plan, first=numbers.start, last=numbers[-1])
+    assert [step.number for step in steps] == list(range(1, plan.total_steps + 1))
+    assert digest(steps) == whole
+
+
+def test_plans_that_lose_or_repeat_samples_are_refused() -> None:
+    rows = np.arange(4)
+    for segments in (
+        [Segment(rows[:3], 0)],
+        [Segment(rows, 0), Segment(rows[:1], 0, 1)],
+        [Segment(rows, 0), Segment(rows, 1)],
+        [Segment(rows, 0), Segment(rows[:0], 0, 1)],
+    ):
+        with pytest.raises(AssertionError):
+            StepPlan(rows, 1, 1, 1, "native", 0, segments)
+
+
+def test_nothing_is_left_to_do_after_the_last_step() -> None:
+    plan = StepPlan(np.arange(4), 2, 1, 1, "native", 0)
+    assert list(plan.steps(plan.total_steps + 1)) == []
+    assert plan.steps_per_epoch == plan.total_steps == 2
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_token_before_a_target_predicts_it() -> None:
@@ -110,8 +342,6 @@ def test_padding_repeats_the_first_id_without_mass(counts: list[int]) -> None:
     full = make_records(samples * 10, k=6)
     full = select(full, np.arange(len(counts)))
     keep = (np.arange(6) < np.array(counts)[:, None]).ravel()
-    from dataclasses import replace
-
     ragged = replace(
         full,
         entry_counts=np.array(counts),

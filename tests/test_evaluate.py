@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from distill.evaluate import ECE_BINS, MetricSums, batch_metrics
 from distill.fused import dense_statistics
 from distill.losses import SparseTargets
+from distill.report import Summary, ValidationSummary
 from tests.dense_reference import make_targets, reference_ce, reference_kl
 
 N, V = 40, 17
@@ -90,6 +92,16 @@ def test_unknown_label_logprobs_are_left_out() -> None:
     metrics = sums_of((logits, targets, torch.full((N,), torch.nan))).metrics()
     assert "teacher_ce" not in metrics
     json.dumps(metrics, allow_nan=False)
+    summary = Summary(validation=ValidationSummary(metrics, metrics)).to_dict()
+    assert summary["validation"]["after"]["teacher_ce"] is None  # unknown, in a summary
+
+
+def test_the_order_behind_the_first_entry_is_invisible() -> None:
+    logits, targets, label_logprobs = make_case(6)
+    order = torch.tensor([0, 4, 2, 5, 1, 3])  # padding among the entries too
+    shuffled = replace(targets, entry_ids=targets.entry_ids[:, order], entry_logprobs=targets.entry_logprobs[:, order])
+    expected = sums_of((logits, targets, label_logprobs)).metrics()
+    assert sums_of((logits, shuffled, label_logprobs)).metrics() == pytest.approx(expected, abs=1e-7)
 
 
 def test_certainty_falls_into_the_last_bin() -> None:

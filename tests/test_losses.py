@@ -1,6 +1,7 @@
 """Divergences against the float64 reference, and everything that made others' losses NaN."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from distill.fused import fused_loss
+from distill.head import Head
 from distill.losses import LOSSES, SparseTargets, StudentScores, build_loss, ce, kl, outcome_logprobs, student_lse
+from distill.teacher import top_k_statistics
 from tests.dense_reference import REFERENCES, make_targets, reference_kl
 
 V = 23
@@ -75,7 +79,7 @@ def test_one_literal_number() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_suppressed_tokens_on_both_sides_are_finite(name: str) -> None:
+def test_a7_suppressed_tokens_on_both_sides_are_finite(name: str) -> None:
     """Report A7: teacher and student row [-0.2, -1.7, -inf]."""
     row = torch.tensor([[-0.2, -1.7, -torch.inf]])
     targets = SparseTargets(torch.tensor([0]), torch.tensor([[0, 1, 2]]), row, torch.tensor([-torch.inf]))
@@ -87,7 +91,7 @@ def test_suppressed_tokens_on_both_sides_are_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_padding_changes_no_gradient(name: str) -> None:
+def test_a8_padding_changes_no_gradient(name: str) -> None:
     """Report A8: records of 3 and 7 entries in one batch as apart."""
     both = make_targets(2, V, 7, counts=[3, 7])
     logits = make_logits(2)
@@ -97,6 +101,69 @@ def test_padding_changes_no_gradient(name: str) -> None:
         alone = value_and_gradient(name, logits[row], targets, 2.0)
         torch.testing.assert_close(together[0][row], alone[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(together[1][row], alone[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 20, 77])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a6_rows_behind_the_tokenizer_do_not_exist(name: str, k: int) -> None:
+    """Report A6: heads of 96 and 80 rows over 77 tokens, nearly all of the teacher's mass on its row 90."""
+    generator = torch.Generator().manual_seed(1)
+    teacher, student = (torch.randn(rows, 6, generator=generator) for rows in (96, 80))
+    hidden = torch.randn(5, 6, generator=generator)
+    labels = torch.randint(77, (5,), generator=generator)
+    bias = torch.zeros(96).index_fill(0, torch.tensor([90]), 50.0)
+
+    def run(teacher: Head, student: Head) -> tuple[SparseTargets, Tensor, Tensor]:
+        top = top_k_statistics(teacher.logits(hidden), labels, k)
+        targets = SparseTargets(labels, top.ids, top.logprobs, top.tail_logprobs)
+        loss = fused_loss(hidden, student, targets, build_loss(name, temperature=1.5), scale=0.2)
+        return targets, loss.detach(), torch.autograd.grad(loss, student.weight)[0]
+
+    whole = run(Head(teacher, bias, 1.0, None, 77), Head(student.clone().requires_grad_(), None, 1.0, None, 77))
+    trimmed = (
+        Head(teacher[:77], bias[:77], 1.0, None, 77),
+        Head(student[:77].clone().requires_grad_(), None, 1.0, None, 77),
+    )
+    targets, loss, gradient = run(*trimmed)
+    assert whole[0].entry_ids.max() < 77
+    torch.testing.assert_close(whole[0].entry_logprobs, targets.entry_logprobs)
+    torch.testing.assert_close(whole[1], loss)
+    torch.testing.assert_close(whole[2][:77], gradient)
+    assert whole[2][77:].eq(0).all()
+    expected = REFERENCES[name](hidden.double() @ student[:77].double().T, targets, 1.5).sum() / 5
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("suppressed", [0, 3])
+def test_whole_distributions_give_the_full_kl_of_float64(suppressed: int) -> None:
+    """K = V with no tail, entries in any order behind the first, some ids without mass and so without an entry."""
+    generator = torch.Generator().manual_seed(5)
+    logits = 3.0 * torch.randn(6, V, generator=generator, dtype=torch.float64)
+    logits[:, :suppressed] = -torch.inf
+    teacher, labels = logits.log_softmax(1), torch.full((6,), V - 1)
+    order = torch.stack([torch.randperm(V, generator=generator) for _ in range(6)])
+    best = teacher.gather(1, order).argmax(1)
+    order[range(6), best], order[:, 0] = order[:, 0], order[range(6), best]
+    targets = SparseTargets(labels, order, teacher.gather(1, order).float(), torch.full((6,), -torch.inf))
+    student = make_logits(6)
+    losses, gradient = value_and_gradient("kl", student, targets, 1.0)
+    leaf = student.double().requires_grad_()
+    terms = teacher.exp() * (teacher - leaf.log_softmax(1))
+    full = terms.masked_fill(teacher == -torch.inf, 0.0).sum(1)
+    torch.testing.assert_close(losses.double(), full.detach(), rtol=1e-5, atol=2e-6)
+    exact = leaf.detach().softmax(1) - teacher.exp()
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_order_behind_the_first_entry_is_invisible(name: str) -> None:
+    targets, logits = make_targets(4, V, 7, counts=[7, 5, 1, 3]), make_logits(4)
+    order = torch.tensor([0, 6, 3, 1, 5, 2, 4])  # padding among the entries too
+    shuffled = replace(targets, entry_ids=targets.entry_ids[:, order], entry_logprobs=targets.entry_logprobs[:, order])
+    for got, expected in zip(
+        value_and_gradient(name, logits, shuffled, 2.0), value_and_gradient(name, logits, targets, 2.0), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("k", [5, V])
