@@ -1,12 +1,6 @@
-"""The command line: `python run.py [verb] [flags] [key=value ...]`, in any order.
-
-The words are read here rather than by argparse, of which nothing would remain: it reads `-sgd` as `-s gd`, lets a bare
-boolean eat a verb, takes `-1e-5` for a flag, and knows neither pairs nor the nearest flag. All that is known about keys
-comes from the schema.
-"""
+"""The command line: `python run.py [verb] [flags] [key=value ...]`, in any order; ``command`` reads the words."""
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -16,76 +10,30 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from distill import __version__
+from distill.command import OPTIONS, SWITCHES, VERBS, Command, parse
 from distill.config import (
     Config,
-    JsonError,
-    Key,
     LoadedConfig,
     RunOptions,
-    Setting,
-    find_key,
     keys_by_section,
     load_with_origins,
-    read_json,
     section_model,
     show,
-    suggest,
     value_text,
 )
 from distill.errors import DistillError, InputError, machine_failed
 
-VERBS = {
-    "run": "collect what is missing, then train: the default",
-    "plan": "say what a run would do, and do nothing",
-    "collect": "only fill the cache",
-    "train": "only train, from the cache",
-    "evaluate": "measure the student on the validation text",
-    "config": "print every key with its value and where that comes from",
-    "init-student": "make a student of some of a teacher's layers",
-}
-LATER_VERBS = ("inspect", "verify", "import", "export", "report")
-SWITCHES = {
-    "--fresh": "set the state of an unfinished run aside and begin anew",
-    "--resume": "go on with an unfinished run, with its old values",
-    "--yes": "allow what destroys data collected earlier",
-    "--debug": "show the traceback of an error",
-    "--version": "print the version",
-    "--help": "print this (also -h)",
-}
-OPTIONS = {
-    "--config": ("PATH", "the configuration file; else config.json here, else the one beside run.py"),
-    "--from": ("DIR", "init-student: the teacher's folder"),
-    "--layers": ("N", "init-student: how many layers to keep"),
-    "--out": ("DIR", "init-student: the folder to make"),
-}
-
-_STUDENT_OPTIONS = ("--from", "--layers", "--out")
-_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _EXIT_MACHINE, _EXIT_INTERRUPTED, _EXIT_PIPE = 3, 130, 141
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 class _ReaderIsGone(Exception):  # noqa: N818 - not an error: whoever read our output has had enough
     """Standard output is a pipe that nobody reads any more."""
-
-
-@dataclass
-class Command:
-    """What the words ask for. ``options`` has the text of each of OPTIONS that was given."""
-
-    verb: str = ""
-    settings: list[Setting] = field(default_factory=list)
-    switches: set[str] = field(default_factory=set)
-    options: dict[str, str] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,119 +70,6 @@ def _verdict(error: BaseException) -> tuple[str, int]:
     return f"internal error: {type(error).__name__}: {error} (run with --debug for the traceback)", 1
 
 
-def parse(words: Sequence[str]) -> Command:
-    """Read the words. Raises InputError ``FLAG: problem``; values are checked later, with the file's."""
-    command, rest = Command(), deque(words)
-    if "--help" in words or "-h" in words:
-        command.switches.add("--help")
-        return command
-    while rest:
-        word = rest.popleft()
-        name, equals, text = word.partition("=")
-        if word.startswith("-"):
-            _take_flag(command, name, text if equals else None, rest)
-        elif equals:
-            command.settings.append(_setting(find_key(name, name), text, said=name))
-        else:
-            _take_verb(command, word)
-    _check_combination(command)
-    return command
-
-
-def _take_verb(command: Command, word: str) -> None:
-    if word in LATER_VERBS:
-        raise InputError(f"{word}: is not available yet (available: {', '.join(VERBS)})")
-    if word not in VERBS:
-        raise InputError(f"{word}: is neither a verb, a flag nor key=value{suggest(word, VERBS)}")
-    if command.verb:
-        raise InputError(f"{word}: one verb at a time, {command.verb} was given already")
-    command.verb = word
-
-
-def _take_flag(command: Command, flag: str, text: str | None, rest: deque[str]) -> None:
-    """Add what ``flag`` says; its value is ``text`` where glued with '=', else the next word in ``rest``."""
-    if text is not None and (flag in SWITCHES or flag in _negations()):
-        raise InputError(f"{flag}: takes no value, not {show(text)}")
-    if flag in SWITCHES:
-        command.switches.add(flag)
-    elif flag in _negations():
-        command.settings.append(_setting(_negations()[flag], "false", said=flag))
-    elif flag in OPTIONS:
-        command.options[flag] = text or _value_word(flag, rest if text is None else deque())
-    elif flag in _flags():
-        key = _flags()[flag]
-        if text is None:
-            text = _boolean_word(rest) if "boolean" in key.types else _value_word(flag, rest)
-        command.settings.append(_setting(key, text, said=flag))
-    else:
-        _refuse_flag(flag)
-
-
-def _refuse_flag(flag: str) -> None:
-    hint = suggest(flag, [*_flags(), *_negations(), *SWITCHES, *OPTIONS]) or "; `--help` lists all"
-    glued = "" if flag.startswith("--") else max(filter(flag.startswith, _flags()), key=len, default="")
-    note = f" (a value does not stick to its flag: write {glued} {flag.removeprefix(glued)})" if glued else ""
-    raise InputError(f"{flag}: unknown flag{hint}{note}")
-
-
-def _value_word(flag: str, rest: deque[str]) -> str:
-    if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
-        raise InputError(f"{flag}: needs a value (one that begins with a dash is written {flag}=-VALUE)")
-    return rest.popleft()
-
-
-def _boolean_word(rest: deque[str]) -> str:
-    """The word after a bare boolean, unless that is a word of its own: a flag, a pair or a verb."""
-    if not rest or rest[0].startswith("-") or "=" in rest[0] or rest[0] in (*VERBS, *LATER_VERBS):
-        return "true"
-    return rest.popleft()
-
-
-def _setting(key: Key, text: str, *, said: str) -> Setting:
-    """The value that ``text`` stands for. What fits no type of the key stays text, and is refused with the file's."""
-    value: Any = text
-    if text == "null":
-        value = None
-    elif "boolean" in key.types:
-        value = _BOOLEANS.get(text.lower(), text)
-    elif key.types & {"integer", "number"} and _NUMBER.fullmatch(text):
-        value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else float(text)
-    elif key.types & {"array", "object"} and ("string" not in key.types or text.startswith("[")):
-        try:
-            value = read_json(text).value
-        except JsonError as error:
-            raise InputError(f"{said}: must be {key.describe()} in JSON: {error.problem} ({error.where})") from None
-    return Setting(key.name, value, said=said, origin="command line", folder=Path.cwd())
-
-
-def _check_combination(command: Command) -> None:
-    """Refuse what makes no sense together, and let -topk switch top-K on."""
-    if "--yes" in command.switches and command.verb != "init-student":
-        raise InputError("--yes: is not available yet (nothing that a run does needs it)")
-    idle = {"--fresh", "--resume"} & command.switches
-    if idle and command.verb not in ("", "run", "train", "plan", "init-student"):
-        raise InputError(f"{min(idle)}: has no meaning for {command.verb}, only for run, train and plan")
-    if {"--fresh", "--resume"} <= command.switches:
-        raise InputError("--fresh: contradicts --resume; give one of them")
-    told = {setting.key: setting for setting in command.settings}
-    if "save_topK" in told and told["save_topK"].value is not None:
-        top_k, enable = told["save_topK"], told.get("enable_topK")
-        if enable is None:
-            command.settings.append(_setting(find_key("enable_topK", top_k.said), "true", said=top_k.said))
-        elif enable.value is False:
-            raise InputError(f"{top_k.said}: contradicts {enable.said}; give one of them")
-    if command.verb != "init-student":
-        for option in command.options.keys() & set(_STUDENT_OPTIONS):
-            raise InputError(f"{option}: belongs to the verb init-student")
-        return
-    strangers = (command.switches | command.options.keys()) - {*_STUDENT_OPTIONS, "--debug", "--version"}
-    for stranger in [*(setting.said for setting in command.settings), *sorted(strangers)]:
-        raise InputError(f"{stranger}: init-student takes only {', '.join(_STUDENT_OPTIONS)}")
-    for option in _STUDENT_OPTIONS:
-        if option not in command.options:
-            raise InputError(f"{option}: missing (init-student --from DIR --layers N --out DIR)")
-
-
 def _execute(command: Command) -> None:
     """Do what was asked for. Heavy modules are imported only here, once it is clear that they are needed."""
     if "--help" in command.switches:
@@ -252,6 +87,16 @@ def _execute(command: Command) -> None:
         _say(_resolved(loaded))
         return
     _warn_of_foreign_validation(loaded)
+    given = command.switches
+    options = RunOptions(**{name: f"--{name}" in given for name in ("fresh", "resume", "prune", "yes")})
+    with _termination_as_interrupt():
+        _command(verb, command.options)(loaded.config, options)
+
+
+def _command(verb: str, texts: Mapping[str, str]) -> Callable[[Config, RunOptions], None]:
+    """What does the work of ``verb``; ``texts`` are the options' values."""
+    if verb in ("inspect", "verify", "import", "export"):
+        return _cache_command(verb, texts)
     from distill import pipeline
 
     commands = {
@@ -261,10 +106,28 @@ def _execute(command: Command) -> None:
         "train": pipeline.train,
         "evaluate": pipeline.evaluate,
     }
-    given = command.switches
-    options = RunOptions(fresh="--fresh" in given, resume="--resume" in given)
-    with _termination_as_interrupt():
-        commands[verb](loaded.config, options)
+    return commands[verb]
+
+
+def _cache_command(verb: str, texts: Mapping[str, str]) -> Callable[[Config, RunOptions], None]:
+    from distill import cacheverbs
+
+    layer, number = texts.get("--layer"), _number("--sample", texts.get("--sample", "0"))
+    teacher, split = texts.get("--teacher"), texts.get("--split")
+    source, target = (Path(texts.get(option, "")).absolute() for option in ("--from", "--out"))
+    commands: dict[str, Callable[[Config, RunOptions], None]] = {
+        "inspect": lambda config, _: cacheverbs.inspect(config, layer, number),
+        "verify": lambda config, _: cacheverbs.verify(config),
+        "import": lambda config, _: cacheverbs.import_file(config, source, teacher, split),
+        "export": lambda config, _: cacheverbs.export(config, target, layer),
+    }
+    return commands[verb]
+
+
+def _number(option: str, text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise InputError(f"{option}: must be a whole number, not {show(text)}")
+    return int(text)
 
 
 @contextlib.contextmanager
@@ -324,7 +187,7 @@ def _help_lines() -> Iterator[str]:
     yield ""
     yield "Distils teacher models into a small student, through a cache of the teachers' distributions."
     yield from _help_group("Verbs", VERBS.items())
-    yield from _help_group("Options", [(f"{name} {word}", doc) for name, (word, doc) in OPTIONS.items()])
+    yield from _help_group("Options", [(f"{name} {word}", doc) for name, (word, doc, _) in OPTIONS.items()])
     yield from _help_group("Switches", SWITCHES.items())
     for section, keys in keys_by_section().items():
         rows = [(", ".join(key.flags), f"{key.doc} [{value_text(key)}; default {show(key.default)}]") for key in keys]
@@ -351,14 +214,3 @@ def _say(text: str) -> None:
         # The interpreter flushes once more at its end: to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise _ReaderIsGone from None
-
-
-@functools.cache
-def _flags() -> dict[str, Key]:
-    keys = Config.keys()
-    return {flag: key for key in keys for flag in key.flags}
-
-
-@functools.cache
-def _negations() -> dict[str, Key]:
-    return {f"--no-{key.name}": key for key in _flags().values() if "boolean" in key.types}

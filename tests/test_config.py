@@ -30,11 +30,14 @@ KEYS: dict[str, tuple[str, str | None, object]] = {
     "teacher_models_folder": ("-tm", None, None),
     "student_path": ("-s", "result", None),
     "max_cache_size_gb": ("-maxgb", None, 10.0),
-    "cache_precision": ("", "layer", "exact"),
+    "cache_precision": ("", "layer", "compact"),
     "shard_targets": ("", None, 8192),
+    "epochs_per_round": ("", "result", 1),
+    "overlap_rounds": ("", None, None),
     "ignore_model_type": ("", "result", False),
     "rebase_dataset": ("", None, False),
     "use_teachers": ("", None, True),
+    "allow_downloads": ("", None, False),
     "validation_fraction": ("", "result", 0.02),
     "seed": ("", "result", 0),
     "trust_remote_code": ("", None, False),
@@ -50,13 +53,17 @@ KEYS: dict[str, tuple[str, str | None, object]] = {
     "device": ("", None, None),
     "num_inference_workers": ("-niw", None, 1),
     "reserve_vram": ("", None, None),
+    "teacher_weights": ("", "result", {}),
     "teacher_dtype": ("", "layer", "auto"),
+    "head_dtype": ("", "layer", "auto"),
+    "seq_chunk_len": ("", None, None),
     "threads_per_worker": ("", None, None),
     "collect_tokens_per_batch": ("", None, 4096),
     "num_epochs": ("-ne", "result", 1),
     "num_warmup_steps": ("-nws", "result", 0),
     "batch_size": ("-bs", "result", 4),
     "grad_accum_batches": ("-g", "result", 1),
+    "student_device": ("", None, None),
     "grad_checkpointing": ("", None, False),
     "loss": ("", "result", "kl"),
     "temperature": ("-t", "result", 1.0),
@@ -154,10 +161,11 @@ def test_deciding() -> None:
     config = Config.from_flat({"save_topK": 7, "betas": [0.5, 0.6]})
     layer, result = config.deciding("layer"), config.deciding("result")
     assert layer == {
-        "cache_precision": "exact",
+        "cache_precision": "compact",
         "crop_distr_to_size": None,
         "enable_topK": True,
         "save_topK": 7,
+        "head_dtype": "auto",
         "teacher_dtype": "auto",
         "use_flash_attn_2": False,
     }
@@ -274,3 +282,16 @@ def test_dump_loads_to_an_equal_config(flat: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "mps"])
 def test_devices(device: str) -> None:
     assert Config.from_flat({"device": device}).model.device == device
+
+
+def test_a_dataset_of_the_hub_is_no_path(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '{"dataset_path": ["owner/name", "owner/text.jsonl", "here/there", "owner/name/part:train"]}'
+    )
+    (tmp_path / "here" / "there").mkdir(parents=True)
+    assert load_config(path).paths.dataset_path == (
+        "owner/name", str(tmp_path / "owner/text.jsonl"), str(tmp_path / "here/there"), "owner/name/part:train",
+    )  # fmt: skip
+    assert load_config(write(tmp_path, '{"student_path": "owner/name"}')).paths.student_path == str(
+        tmp_path / "owner/name"
+    )

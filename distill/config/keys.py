@@ -135,6 +135,8 @@ def _choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _noun(schema: dict[str, Any]) -> str:
+    if "const" in schema:
+        return show(schema["const"])
     if "enum" in schema:
         return "one of " + ", ".join(map(show, schema["enum"]))
     if schema["type"] == "array" and "prefixItems" in schema:

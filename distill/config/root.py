@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from distill.config.keys import STRICT, Decides, Key, Section, section_keys, sho
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
 
+_DATASET_KEYS = ("dataset_path", "validation_dataset_path")
+_TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst")
+
 # By pydantic's error type: the bound's name in its context, and our words for it.
 _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -26,10 +30,16 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a command may do with an unfinished run: ``fresh`` sets its state aside, ``resume`` keeps its old values."""
+    """What a command may do to what is there.
+
+    ``fresh`` sets the state of an unfinished run aside, ``resume`` keeps its old values; ``prune`` removes what of the
+    cache the job doesn't use, and ``yes`` allows what destroys data collected earlier.
+    """
 
     fresh: bool = False
     resume: bool = False
+    prune: bool = False
+    yes: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,11 +179,18 @@ def _with_absolute_paths(config: Config, given: Mapping[str, Setting], folder: P
         if isinstance(value, tuple):
             return tuple(absolute(name, item) for item in value)
         base = given[name].folder if name in given else folder
+        if name in _DATASET_KEYS and value is not None and _may_be_hub_id(value) and not (base / value).exists():
+            return value
         # Path.expanduser raises where there is no home; os.path's leaves the text.
         return value if value is None else os.path.normpath(base / os.path.expanduser(value))  # noqa: PTH111
 
     paths = {name: absolute(name, value) for name, value in config.paths}
     return config.model_copy(update={"paths": config.paths.model_copy(update=paths)})
+
+
+def _may_be_hub_id(text: str) -> bool:
+    """Whether ``text`` looks like a dataset of the Hugging Face hub, ``owner/name…``, and not like a text file."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.+-]*){1,2}(:\S+)?", text)) and not text.endswith(_TEXT_SUFFIXES)
 
 
 def _broken_rule(key: str, problem: str) -> PydanticCustomError:

@@ -63,7 +63,7 @@ class Paths(Section):
 
     cache_folder: PathText = key("cache", "Folder of the cache, the students and the runs.", flag="-c")
     dataset_path: PathText | PathTexts | None = key(
-        None, "Training text: a file, a folder, or a list of them.", flag="-d"
+        None, "Training text: a file, a folder, a dataset id (owner/name), or a list of them.", flag="-d"
     )
     validation_dataset_path: PathText | PathTexts | None = key(
         None, "Validation text; without it a part of the training text is held out.", flag="-vd"
@@ -81,9 +81,21 @@ class Cache(Section):
         10.0, "Most that the cached dataset may take on disk.", unit="GB of 10^9 bytes", flag="-maxgb"
     )
     cache_precision: Literal["exact", "compact"] = key(
-        "exact", "How exactly logprobs are stored.", decides="layer", available=("exact",)
+        "compact",
+        "How logprobs are stored: exact in half precision, or compact in less than half the bytes.",
+        decides="layer",
     )
     shard_targets: Count = key(8192, "Size at which a shard is closed.", unit="targets")
+    epochs_per_round: Literal[1] | Literal["all"] = key(
+        1,
+        "Epochs trained on a part of the text before the next part is collected, where the cap holds only parts:"
+        " 1 sees all text before any repeats and collects it in each epoch, all collects it once.",
+        decides="result",
+    )
+    overlap_rounds: bool | None = key(
+        None,
+        "Collect the next part while one is trained on; null does so where teacher and student are on other devices.",
+    )
 
 
 class Pipeline(Section):
@@ -94,8 +106,11 @@ class Pipeline(Section):
     ignore_model_type: bool = key(
         False, "Let completion teachers score conversations, and instruct teachers completions.", decides="result"
     )
-    rebase_dataset: bool = key(False, "Take over a cache of an older format for the same text.", available=(False,))
-    use_teachers: bool = key(True, "Collect with teachers; false trains from the cache alone.", available=(True,))
+    rebase_dataset: bool = key(
+        False, "Give cached records to the same text as it is tokenised now, paired by order (needs --yes)."
+    )
+    use_teachers: bool = key(True, "Collect with teachers; false trains from the cache alone.")
+    allow_downloads: bool = key(False, "Let dataset ids of the Hugging Face hub be downloaded.")
     validation_fraction: Annotated[float, Field(gt=0, le=0.5)] = key(
         0.02, "Part of the samples held out when there is no validation text.", decides="result"
     )
@@ -127,7 +142,7 @@ class Model(Section):
         decides="layer",
     )
     enable_topK: bool = key(  # noqa: N815 - the name that users of the ancestor know
-        True, "Keep only the save_topK likeliest ids of a distribution.", decides="layer", available=(True,)
+        True, "Keep only the save_topK likeliest ids of a distribution; false keeps all.", decides="layer"
     )
     save_topK: Count = key(64, "Ids kept of a distribution.", unit="ids", flag="-topk", decides="layer")  # noqa: N815
     device: Device | None = key(
@@ -142,12 +157,21 @@ class Collection(Section):
 
     num_inference_workers: Annotated[int, Field(ge=1, le=64)] = key(1, "Processes that run the teacher.", flag="-niw")
     reserve_vram: tuple[NonNegative, ...] | None = key(
-        None, "Memory left free on each GPU while collecting.", unit="GB", available=(None,)
+        None, "Memory left free on each GPU while collecting, in the GPUs' order.", unit="GB"
+    )
+    teacher_weights: dict[str, NonNegative] = key(
+        {}, "Weight of each teacher by its folder's name; those not named weigh 1, 0 leaves one out.", decides="result"
     )
     teacher_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
         "auto",
         "Number format the teacher computes in; auto is the one it was saved in on a GPU, and fp32 on a CPU.",
         decides="layer",
+    )
+    head_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "Number format of the teacher's output layer; auto is that of the teacher.", decides="layer"
+    )
+    seq_chunk_len: Count | None = key(
+        None, "Tokens that the teacher reads of a sample at a time; null reads it whole.", unit="tokens"
     )
     threads_per_worker: Count | None = key(None, "CPU threads of a worker; null shares the cores out.", unit="threads")
     collect_tokens_per_batch: Count = key(4096, "Size of a teacher batch, padding included.", unit="tokens")
@@ -162,6 +186,7 @@ class Training(Section):
     num_warmup_steps: Natural = key(0, "Warm-up of the learning rate.", unit="steps", flag="-nws", decides="result")
     batch_size: Count = key(4, "Size of a micro-batch.", unit="samples", flag="-bs", decides="result")
     grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
+    student_device: Device | None = key(None, "Device of the student where that isn't device.")
     grad_checkpointing: bool = key(False, "Save memory by computing activations again in the backward pass.")
     loss: Literal["kl", "ce"] = key(
         "kl", "kl learns the teacher's distribution, ce only the text itself.", decides="result"
