@@ -73,6 +73,12 @@ def newest_state(folder: Path) -> TrainState | None:
         raise InputError(f"{path}: damaged training state ({error}); start again with --fresh") from error
 
 
+def saved_step(folder: Path) -> int | None:
+    """Optimizer steps of the newest state under ``folder``, without reading it; None if there is none."""
+    states = _states(folder)
+    return int(states[-1].name.removeprefix("step_")) if states else None
+
+
 def restore(state: TrainState, model: nn.Module, optimizer: Optimizer) -> None:
     """Put ``state`` into ``model``, ``optimizer`` and the random generators. InputError if they don't fit."""
     tensors = dict(state.optimizer)

@@ -110,6 +110,11 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
+def disk_size(path: Path) -> int:
+    """Bytes that a file takes on disk; 0 if it isn't there."""
+    return allocated(path.stat().st_size) if path.exists() else 0
+
+
 def free_bytes(path: Path) -> int:
     """Free bytes of the file system that ``path`` is or will be on."""
     while not path.exists() and path != path.parent:

@@ -48,7 +48,34 @@ def lock(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            os.ftruncate(descriptor, 0)
+            with os_errors("release", path):
+                os.ftruncate(descriptor, 0)
+    finally:
+        with os_errors("close the lock", path):
+            os.close(descriptor)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Hold ``path`` beside other readers, so that ``lock`` of it fails meanwhile; waits while it is locked.
+
+    Where the folder can't be written to nobody can delete anything either, and nothing is held.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    except OSError as error:
+        if error.errno not in {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}:
+            raise MachineError(f"{path}: cannot be opened: {error.strerror}") from error
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            raise MachineError(
+                f"{path}: cannot lock ({error.strerror}); set cache_folder to a file system that has locks"
+            ) from error
+        yield
     finally:
         os.close(descriptor)
 
@@ -66,8 +93,9 @@ def _take(descriptor: int, path: Path) -> None:
     # On this host the kernel's lock is the truth: it was free, so the owner that the file names is gone.
     if owner is not None and owner.host != socket.gethostname():
         raise InputError(f"{path}: held by {_describe(owner)}; if that process is gone, delete this file")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(Owner.of_this_process())).encode(), 0)
+    with os_errors("write", path):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(Owner.of_this_process())).encode(), 0)
 
 
 def _read(descriptor: int) -> Owner | None:

@@ -1,26 +1,27 @@
 """The whole job: plan, both stages, and what a run leaves behind."""
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distill.cache import Layer
-from distill.collect import (
-    Budget,
-    CollectReport,
-    CollectSpec,
-    default_threads,
-)
-from distill.collect import collect as collect_shards
+import numpy as np
+import numpy.typing as npt
+
+from distill.cache import Source
+from distill.checkpoint import saved_step
 from distill.config import Config, RunOptions
-from distill.dataloader import CachedSamples
+from distill.dataloader import Segment
 from distill.errors import DistillError, InputError
-from distill.files import disk_bytes
+from distill.filling import CacheUse, cached_samples, collect_all
+from distill.journal import Journal
 from distill.lock import lock
-from distill.planning import Work, cap_bytes, check_cap, needed_bytes, planned_work, survey
-from distill.prepare import SPLITS, Job, Split, prepare
+from distill.models import release_memory
+from distill.planning import Work, check_cap, describe_cost, explain, planned_work, survey
+from distill.prepare import Job, prepared
+from distill.pruning import describe_unused, prune, unused
+from distill.rebase import rebase
 from distill.report import (
     CacheSummary,
     CollectSummary,
@@ -29,11 +30,13 @@ from distill.report import (
     SplitSummary,
     Status,
     Summary,
+    Tracker,
     TrainSummary,
     ValidationSummary,
     open_tracker,
     wandb_run_name,
 )
+from distill.rounds import Rounds, check_room, exceeds_cap
 from distill.runs import (
     Run,
     check_identity,
@@ -47,24 +50,16 @@ from distill.runs import (
     settle,
     state_folder,
 )
+from distill.splits import SPLITS, Split
 from distill.student import Student
 from distill.train import Trainer, TrainPaths, TrainReport, describe, make_schedule, plan_steps
 from distill.train import evaluate as evaluate_student
-
-
-@dataclass(frozen=True, slots=True)
-class CacheUse:
-    """What the first stage made, and found made."""
-
-    report: CollectReport
-    reused_targets: int
-
 
 # -- verbs -----------------------------------------------------------------------------------------------------------
 
 
 def run(config: Config, options: RunOptions) -> None:
-    """Collect what is missing, train, validate, export."""
+    """Collect what is missing, train, validate, export; in rounds where the cap holds only a part of the text."""
     _train(config, options, may_collect=True)
 
 
@@ -76,69 +71,39 @@ def train(config: Config, options: RunOptions) -> None:
 def collect(config: Config, options: RunOptions) -> None:
     """Collect what is missing, and no more."""
     console = Console()
-    job = prepare(config, console)
-    with planned_work(job, console) as works:
-        folder = RunFolder.create(_runs(config), job.layer.teacher, config.dump(), console)
-        with _outcome(folder, console, _summary(job)) as outcome:
-            outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, works, console))
+    with prepared(config, console) as job:
+        prune(job, options, console)
+        rebase(job, options, console)
+        with planned_work(job, console) as works:
+            check_cap(job, works)
+            folder = RunFolder.create(_runs(config), job.name, config.dump(), console)
+            with _outcome(folder, console, _summary(job)) as outcome:
+                outcome.summary = _with_cache(outcome.summary, job, collect_all(job, works, console), rounds=1)
 
 
 def plan(config: Config, options: RunOptions) -> None:
     """Say what a run would do, and do none of it; only the digests of the models are remembered."""
     console = Console()
-    job = prepare(settle(config, options), console)
-    works = survey(job)
-    for split, work in works.items():
-        console.say(
-            f"{split}: {len(job.splits[split].samples):,} samples, {work.targets:,} targets in {len(work.plan)} shards;"
-            f" {work.missing_targets:,} targets in {len(work.missing)} shards are to be collected"
-        )
-    needed, used = needed_bytes(job, works), disk_bytes(job.dataset_folder)
-    console.say(f"cache: {used / 1e9:.3f} GB now, {(used + needed) / 1e9:.3f} GB at most after collecting")
-    steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
-    console.say(f"training: {steps.total_steps:,} steps, {steps.steps_per_epoch:,} an epoch")
-    check_cap(job, works)
+    with prepared(settle(config, options), console) as job:
+        works = survey(job)
+        for work in works:
+            console.say(
+                f"{work.split}, {work.teacher.layer.teacher}: {work.targets:,} targets in {len(work.plan)} shards;"
+                f" {work.missing_targets:,} targets in {len(work.missing)} shards are to be collected"
+            )
+        for line in (*explain(job), *describe_cost(job, works), *describe_unused(unused(job))):
+            console.say(line)
+        steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
+        console.say(f"training: {steps.total_steps:,} steps, {steps.steps_per_epoch:,} an epoch")
 
 
 def evaluate(config: Config, options: RunOptions) -> None:
     """The validation metrics of the student as it is; InputError if validation records are missing."""
     console = Console()
-    job = prepare(config, console)
-    with ExitStack() as stack:
-        data = _cached(job, "validation", stack)
+    with prepared(config, console) as job, ExitStack() as stack:
+        data = cached_samples(job, "validation", stack)
         metrics = evaluate_student(Student(job.student), data)
     console.say(f"{job.student.folder.name}: {describe(metrics)}")
-
-
-# -- collecting ------------------------------------------------------------------------------------------------------
-
-
-def _collect_all(job: Job, works: dict[str, Work], console: Console) -> CacheUse:
-    """Fill the layers of all splits with one set of workers. The caller holds the lock, if anything is missing."""
-    report = CollectReport()
-    if any(work.missing for work in works.values()):
-        for work in works.values():
-            if work.missing:
-                work.layer.prepare()
-        report = _collect_missing(job, works, console)
-    for split, work in works.items():
-        reused = work.targets - work.missing_targets
-        console.say(f"{split}: {reused:,} targets from the cache, {work.missing_targets:,} collected")
-    return CacheUse(report, reused_targets=sum(work.targets - work.missing_targets for work in works.values()))
-
-
-def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> CollectReport:
-    collection = job.config.collection
-    workers = min(collection.num_inference_workers, sum(len(work.missing) for work in works.values()))
-    spec = CollectSpec(
-        teacher=job.teacher,
-        layer=job.layer.describe(),
-        threads=collection.threads_per_worker or default_threads(collection.num_inference_workers),
-        tokens_per_batch=collection.collect_tokens_per_batch,
-    )
-    budget = Budget(cap_bytes(job.config), disk_bytes(job.dataset_folder))
-    work = [(work.layer, work.missing) for work in works.values()]
-    return collect_shards(work, spec, workers=workers, budget=budget, console=console)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -147,32 +112,120 @@ def _collect_missing(job: Job, works: dict[str, Work], console: Console) -> Coll
 def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
     console = Console()
     config = settle(given, options)
-    job = prepare(config, console)
-    steps = plan_steps(config.training, job.splits["train"].samples, config.pipeline.seed)
-    schedule = make_schedule(config.training, steps.total_steps)
-    if steps.total_steps == 1 and not schedule.lr(1):
-        console.warn(
-            "the only step of this training has a learning rate of 0: give more epochs or samples, or a final_lr"
-        )
     state = state_folder(config)
-    with lock(state.with_name(f"{state.name}.lock")), ExitStack() as collecting:
+    with prepared(config, console) as job, lock(state.with_name(f"{state.name}.lock")), ExitStack() as collecting:
+        _check_schedule(job, console)
         if settle(given, options) != config:
             raise InputError(f"{state}: another start came first; start again")
-        works = collecting.enter_context(planned_work(job, console, may_collect=may_collect))
-        if any(work.missing for work in works.values()):
+        prune(job, options, console)
+        rebase(job, options, console)
+        going_on = Journal.exists(state) and not options.fresh
+        works = collecting.enter_context(
+            planned_work(job, console, may_collect=may_collect, always_lock=going_on and may_collect)
+        )
+        in_parts = going_on or exceeds_cap(job, works)
+        if in_parts and not going_on:
+            check_room(job, works, set_free=Journal.own_of(state))
+        if any(work.missing for work in works):
             Student(job.student)  # what is wrong with it is better known before the teacher's work than after
+            release_memory()
+        inherited = Journal.own_of(state)
         if options.fresh:
             set_aside(state)
         this_run, folder = _open_run(job, state, console)
         with _outcome(folder, console, _summary(job)) as outcome:
-            outcome.summary = _with_cache(outcome.summary, job, _collect_all(job, works, console))
-            collecting.close()  # others may collect from now on
-            report = _train_student(job, this_run, state, folder, console)
+            stage = _Stage(job, this_run, state, folder, console)
+            if in_parts:
+                for line in describe_cost(job, works):
+                    console.say(line)
+                with stage.tracker() as tracker:
+                    report, use, rounds = _train_in_rounds(stage, works, tracker, inherited)
+            else:
+                use, rounds = collect_all(job, works, console), 1
+                outcome.summary = _with_cache(outcome.summary, job, use, rounds)
+                collecting.close()  # others may collect from now on
+                with stage.tracker() as tracker:
+                    report = stage.train(tracker)
             outcome.summary = replace(
-                outcome.summary, train=_train_summary(report), validation=ValidationSummary(report.before, report.after)
+                _with_cache(outcome.summary, job, use, rounds),
+                train=_train_summary(report),
+                validation=ValidationSummary(report.before, report.after),
             )
         finish_run(state, this_run, keep_state=config.training.save_final_state)
     console.say(f"student: {report.student}")
+
+
+def _check_schedule(job: Job, console: Console) -> None:
+    steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
+    schedule = make_schedule(job.config.training, steps.total_steps)
+    if steps.total_steps == 1 and not schedule.lr(1):
+        console.warn(
+            "the only step of this training has a learning rate of 0: give more epochs or samples, or a final_lr"
+        )
+
+
+def _train_in_rounds(
+    stage: "_Stage", works: list[Work], tracker: Tracker, inherited: frozenset[tuple[str, str]]
+) -> tuple[TrainReport, CacheUse, int]:
+    """Collect, train, make room, and again. The caller holds the cache's lock. Returns the number of rounds, too."""
+    log = stage.folder.path / "log.txt"
+    rounds = Rounds(stage.job, stage.state, works, stage.console, log=log, inherited=inherited)
+    resumed_from = saved_step(stage.state)
+    report: TrainReport | None = None
+    while report is None or report.steps < report.total_steps:
+        visit = rounds.collect_next(report.steps if report else resumed_from or 0)
+        with rounds.next_one_meanwhile(visit):
+            report = stage.train(tracker, rounds.segments, rows=rounds.rows(visit), until=visit.last)
+    rounds.finish()
+    return replace(report, resumed_from_step=resumed_from), rounds.use, rounds.count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """The second stage of one run, ready to be entered once or in rounds."""
+
+    job: Job
+    run: Run
+    state: Path
+    folder: RunFolder
+    console: Console
+
+    def train(
+        self,
+        tracker: Tracker,
+        segments: Sequence[Segment] = (),
+        *,
+        rows: npt.NDArray[np.int64] | None = None,
+        until: int | None = None,
+    ) -> TrainReport:
+        """Train until the end of the training, or on ``rows`` until step ``until``; see ``Trainer.run``."""
+        job, config = self.job, self.job.config
+        with ExitStack() as stack:
+            student = Student(job.student)
+            if student.note:
+                self.console.warn(student.note)
+            trainer = Trainer(
+                config.training,
+                student,
+                data=cached_samples(job, "train", stack, rows),
+                validation=cached_samples(job, "validation", stack),
+                plan=plan_steps(config.training, job.splits["train"].samples, config.pipeline.seed, segments),
+                paths=TrainPaths(self.state, export_folder(config), self.run.name),
+            )
+            report = trainer.run(run_folder=self.folder, tracker=tracker, console=self.console, until=until)
+        del trainer, student
+        release_memory()  # the teacher of the next round may need the device
+        return report
+
+    @contextmanager
+    def tracker(self) -> Iterator[Tracker]:
+        """Where metrics go besides the run's folder."""
+        training = self.job.config.training
+        name = None
+        if training.wandb_comment is not None:
+            name = wandb_run_name(training.wandb_comment, self.run.name, training.lr, datetime.datetime.now())
+        with open_tracker(name, self.job.config.flat(), self.folder, self.console) as tracker:
+            yield tracker
 
 
 def _open_run(job: Job, state: Path, console: Console) -> tuple[Run, RunFolder]:
@@ -192,38 +245,6 @@ def _open_run(job: Job, state: Path, console: Console) -> tuple[Run, RunFolder]:
     this_run = replace(this_run, folder=str(folder.path))
     save_run(state, this_run)
     return this_run, folder
-
-
-def _train_student(job: Job, this_run: Run, state: Path, folder: RunFolder, console: Console) -> TrainReport:
-    config = job.config
-    with ExitStack() as stack:
-        student = Student(job.student)
-        if student.note:
-            console.warn(student.note)
-        trainer = Trainer(
-            config.training,
-            student,
-            data=_cached(job, "train", stack),
-            validation=_cached(job, "validation", stack),
-            seed=config.pipeline.seed,
-            paths=TrainPaths(state, export_folder(config), this_run.name),
-        )
-        comment = config.training.wandb_comment
-        name = None
-        if comment is not None:
-            name = wandb_run_name(comment, this_run.name, config.training.lr, datetime.datetime.now())
-        tracker = stack.enter_context(open_tracker(name, config.flat(), folder, console))
-        return trainer.run(run_folder=folder, tracker=tracker, console=console)
-
-
-def _cached(job: Job, split: str, stack: ExitStack) -> CachedSamples:
-    layer = stack.enter_context(Layer.open(job.dataset_folder / split, job.layer))
-    samples = job.splits[split].samples
-    located = layer.locate(job.splits[split].distinct())
-    lacking = sum(sample.key not in located for sample in samples)
-    if lacking:
-        raise InputError(f"{layer.folder}: the records of {lacking} samples are not in the cache; run `collect` first")
-    return CachedSamples(layer, samples, located)
 
 
 # -- what a run leaves behind ----------------------------------------------------------------------------------------
@@ -262,8 +283,14 @@ def _split_summary(split: Split) -> SplitSummary:
     return SplitSummary(samples=len(split.samples), tokens=split.tokens, targets=split.targets)
 
 
-def _with_cache(summary: Summary, job: Job, use: CacheUse) -> Summary:
-    layers = [Layer.open(job.dataset_folder / split, job.layer) for split in SPLITS]
+def _with_cache(summary: Summary, job: Job, use: CacheUse, rounds: int) -> Summary:
+    layers = [
+        layer
+        for split in SPLITS
+        for teacher in job.teachers
+        for source in [Source.open(job.dataset_folder / split, teacher.layer, job.admissions)]
+        for layer in (source.own, *source.larger)
+    ]
     infos = [info for layer in layers for info in layer.shards.values()]
     size = sum(layer.bytes() for layer in layers)
     targets = sum(info.targets for info in infos)
@@ -274,11 +301,11 @@ def _with_cache(summary: Summary, job: Job, use: CacheUse) -> Summary:
             targets=targets,
             bytes_per_target=size / targets,
             shards=len(infos),
-            top_k=job.layer.top_k,
+            top_k=job.top_k,
             kept_mass_mean=sum(info.kept_mass_sum for info in infos) / targets,
             reused_targets=use.reused_targets,
             collected_targets=use.report.targets,
-            rounds=1,
+            rounds=rounds,
         ),
         collect=CollectSummary(
             seconds=use.report.seconds,

@@ -1,86 +1,85 @@
 """From a configuration to a job: whatever can be wrong with the input is found here, before anything is touched."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from distill.cache import LayerSpec
+from distill.cache import Admissions, LayerSpec
 from distill.config import Config
 from distill.dataset import read_samples
 from distill.errors import InputError
-from distill.models import compute_dtype, config_digest, read_model_config, resolve_device, weight_files, weights_digest
+from distill.models import (
+    PipelineConfig,
+    compute_dtype,
+    config_digest,
+    quantisation,
+    read_model_config,
+    read_pipeline_config,
+    resolve_device,
+    weight_files,
+    weights_digest,
+)
 from distill.report import Console
+from distill.splits import Split, cached_splits, cut_to_stored, read_splits, saved_roles, warn_of_gaps
 from distill.student import StudentSpec
 from distill.teacher import TeacherSpec
+from distill.teachers import (
+    JobTeacher,
+    cached_layers,
+    check_distinct,
+    choose_cached,
+    find_teachers,
+    serving_layers,
+    weigh,
+)
 from distill.tokenizer import (
-    DatasetCounts,
     SampleRules,
     SampleTokenizer,
     fit_vocabularies,
     is_completion_model,
     load_tokenizer,
+    real_vocab_size,
     resolve_template,
     token_map_digest,
-    tokenize_dataset,
 )
-from distill.types import Role, Sample, TokenizedSample
+from distill.types import Sample
 
-SPLITS = ("train", "validation")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Split:
-    """The samples of a split in dataset order, duplicates included."""
-
-    samples: tuple[TokenizedSample, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(len(sample.token_ids) for sample in self.samples)
-
-    @property
-    def targets(self) -> int:
-        """Targets of all samples."""
-        return sum(len(sample.targets) for sample in self.samples)
-
-    def distinct(self) -> list[TokenizedSample]:
-        """Each sample once, with the targets of all its duplicates."""
-        return distinct(self.samples)
-
-    def digest(self) -> str:
-        """Stands for the samples, their order and their targets."""
-        total = hashlib.sha256()
-        for sample in self.samples:
-            total.update(sample.key)
-            total.update(len(sample.targets).to_bytes(8, "little"))
-            total.update(sample.targets.tobytes())
-        return total.hexdigest()
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """Everything that the stages need, checked. ``layer`` says which records, ``splits`` for which targets."""
+    """Everything that the stages need, checked: which teachers score which targets for which student."""
 
     config: Config
-    layer: LayerSpec
-    teacher: TeacherSpec
+    teachers: tuple[JobTeacher, ...]
     student: StudentSpec
     splits: dict[str, Split]
+    admissions: Admissions
 
     @property
     def dataset_folder(self) -> Path:
         """Where the layers of all splits are; the cap counts what is in here."""
         return Path(self.config.paths.cache_folder) / "dataset"
 
+    @property
+    def top_k(self) -> int:
+        """Entries of a record, of the teacher that keeps most."""
+        return max(teacher.layer.top_k for teacher in self.teachers)
+
+    @property
+    def name(self) -> str:
+        """The teachers' names, for a folder."""
+        return "+".join(teacher.layer.teacher for teacher in self.teachers)
+
     def identity(self) -> dict[str, str]:
         """Digests of what a training starts from, by the name that a message uses."""
         cache_folder = Path(self.config.paths.cache_folder)
         return {
-            "the teacher or its settings": self.layer.hex,
+            "the teachers or their settings": " ".join(sorted(teacher.layer.hex for teacher in self.teachers)),
             "the student": weights_digest(self.student.folder, cache_folder / "digests.json"),
             "the student's configuration": config_digest(self.student.folder),
             "the training samples": self.splits["train"].digest(),
@@ -88,92 +87,208 @@ class Job:
         }
 
 
+@contextmanager
+def prepared(config: Config, console: Console) -> Iterator[Job]:
+    """``prepare``, and the gate's process ended behind it."""
+    job = prepare(config, console)
+    with job.admissions:
+        yield job
+
+
 def prepare(config: Config, console: Console) -> Job:
     """Read models' descriptions and the text, tokenise it, and check that all fits together.
 
     Raises InputError for whatever the user has to mend. Loads no weights and writes nothing but digests.
     """
-    teacher_folder = find_teacher(_required(config.paths.teacher_models_folder, "teacher_models_folder"))
     student_folder = Path(_required(config.paths.student_path, "student_path"))
-    _required(config.paths.dataset_path, "dataset_path")
-    device = resolve_device(config.model.device)
-    trust = config.pipeline.trust_remote_code
-    weight_files(teacher_folder)
     weight_files(student_folder)
-    teacher_tokenizer = load_tokenizer(teacher_folder, trust_remote_code=trust)
-    student_tokenizer = load_tokenizer(student_folder, trust_remote_code=trust)
-    crop = fit_vocabularies(teacher_tokenizer, student_tokenizer, config.model.crop_distr_to_size)
-    for role, folder in (("teacher", teacher_folder), ("student", student_folder)):
-        _check_model(role, folder, crop, config.model.context_len, console)
-    models = [(student_folder, student_tokenizer), (teacher_folder, teacher_tokenizer)]
-    template = resolve_template(config.student.prompt_format, models)
-    rules = SampleRules(
+    if quantisation(student_folder) != "none":
+        raise InputError(
+            f"student_path: the weights of {student_folder} are packed ({quantisation(student_folder)}) and can't be"
+            " trained; give the model that they were made from"
+        )
+    student_tokenizer = load_tokenizer(student_folder, trust_remote_code=config.pipeline.trust_remote_code)
+    admissions = Admissions(Path(config.paths.cache_folder))
+    add_bos = config.student.add_bos
+    if config.pipeline.use_teachers:
+        folders = find_teachers(_required(config.paths.teacher_models_folder, "teacher_models_folder"), console)
+        _required(config.paths.dataset_path, "dataset_path")
+        add_bos = _add_bos(config, folders)
+        teachers, models = _loaded_teachers(config, student_tokenizer, add_bos, folders, console)
+    else:
+        teachers, models = _cached_teachers(config, student_tokenizer, admissions, console), []
+    crop = teachers[0].layer.vocab_size
+    _check_model("student", student_folder, crop, config.model.context_len, console)
+    template = resolve_template(config.student.prompt_format, [(student_folder, student_tokenizer), *models])
+    if config.pipeline.use_teachers or config.paths.dataset_path:
+        sample_tokenizer = SampleTokenizer(student_tokenizer, template, _sample_rules(config, crop, add_bos))
+        splits = read_splits(config, sample_tokenizer, teachers, console)
+        if not config.pipeline.use_teachers:
+            splits = cut_to_stored(splits, config, teachers, admissions, console)
+    else:
+        splits = cached_splits(config, teachers, admissions, console)
+    if not config.pipeline.use_teachers:
+        warn_of_gaps(splits, config, teachers, admissions, console)
+    return Job(
+        config=config,
+        teachers=tuple(teachers),
+        student=StudentSpec(
+            folder=student_folder,
+            precision=config.training.training_precision,
+            device=resolve_device(config.training.student_device or config.model.device),
+            vocab_size=crop,
+            grad_checkpointing=config.training.grad_checkpointing,
+            trust_remote_code=config.pipeline.trust_remote_code,
+            chat_template=template.jinja() if template else None,
+        ),
+        splits=splits,
+        admissions=admissions,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """The text dataset for records that come from elsewhere: tokenised for the student alone.
+
+    ``rows`` are the samples as they were read, by their ``where``; ``token_map`` is the digest of the ids below
+    ``vocab_size``.
+    """
+
+    token_map: str
+    vocab_size: int
+    splits: dict[str, Split]
+    rows: dict[str, Sample]
+
+
+def prepare_text(config: Config, console: Console) -> Text:
+    """Read and tokenise the text dataset without any teacher; InputError as ``prepare``."""
+    folder = Path(_required(config.paths.student_path, "student_path"))
+    tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
+    path = config.paths.dataset_path
+    _required(path, "dataset_path")
+    crop = min(config.model.crop_distr_to_size or real_vocab_size(tokenizer), real_vocab_size(tokenizer))
+    template = resolve_template(config.student.prompt_format, [(folder, tokenizer)])
+    sample_tokenizer = SampleTokenizer(tokenizer, template, _sample_rules(config, crop, config.student.add_bos))
+    paths = [*_as_list(path), *_as_list(config.paths.validation_dataset_path)]
+    downloads = config.pipeline.allow_downloads
+    return Text(
+        token_map=token_map_digest(tokenizer, crop),
+        vocab_size=crop,
+        splits=read_splits(config, sample_tokenizer, None, console),
+        rows={sample.where: sample for sample in read_samples(paths, allow_downloads=downloads)},
+    )
+
+
+# -- teachers ---------------------------------------------------------------------------------------------------------
+
+
+def _loaded_teachers(
+    config: Config,
+    student_tokenizer: "PreTrainedTokenizerBase",
+    add_bos: bool | None,
+    folders: Sequence[Path],
+    console: Console,
+) -> tuple[list[JobTeacher], "list[tuple[Path, PreTrainedTokenizerBase]]"]:
+    """The teachers in ``folders``, in that order, and their folders with tokenizers."""
+    weights = weigh([folder.name for folder in folders], config.collection.teacher_weights)
+    folders = [folder for folder, weight in zip(folders, weights, strict=True) if weight]
+    weights = [weight for weight in weights if weight]
+    if not folders:
+        raise InputError("teacher_weights: all teachers weigh 0; at least one has to count")
+    trust = config.pipeline.trust_remote_code
+    models = [(folder, load_tokenizer(folder, trust_remote_code=trust)) for folder in folders]
+    # One crop for all: the smallest, so that every teacher's ids mean the same to the student.
+    wanted = config.model.crop_distr_to_size
+    crop = min(fit_vocabularies(tokenizer, student_tokenizer, wanted, folder.name) for folder, tokenizer in models)
+    token_map = token_map_digest(student_tokenizer, crop)
+    teachers = []
+    for (folder, tokenizer), weight in zip(models, weights, strict=True):
+        _check_model("teacher", folder, crop, config.model.context_len, console)
+        completions = None if config.pipeline.ignore_model_type else is_completion_model(folder, tokenizer)
+        own = read_pipeline_config(folder)
+        for note in own.notes(add_bos):
+            console.warn(note)
+        spec = _teacher_spec(config, folder, own, crop)
+        teachers.append(JobTeacher(_layer_spec(config, spec, token_map), weight, completions, spec, own.batch_size))
+    check_distinct(teachers)
+    return teachers, models
+
+
+def _teacher_spec(config: Config, folder: Path, own: PipelineConfig, crop: int) -> TeacherSpec:
+    device = resolve_device(config.model.device)
+    return TeacherSpec(
+        folder=folder,
+        dtype=compute_dtype(folder, config.collection.teacher_dtype, device),
+        device=device,
+        vocab_size=crop,
+        top_k=min(config.model.save_topK, crop) if config.model.enable_topK else crop,
+        trust_remote_code=config.pipeline.trust_remote_code,
+        head_dtype=config.collection.head_dtype,
+        seq_chunk_len=config.collection.seq_chunk_len or own.seq_chunk_len,
+    )
+
+
+def _layer_spec(config: Config, spec: TeacherSpec, token_map: str) -> LayerSpec:
+    head = "" if spec.head_dtype in ("auto", spec.dtype) else f", head {spec.head_dtype}"
+    return LayerSpec(
+        teacher=spec.folder.name,
+        weights=weights_digest(spec.folder, Path(config.paths.cache_folder) / "digests.json"),
+        dtype=f"{spec.dtype}{head}",
+        model_config=config_digest(spec.folder),
+        quantisation=quantisation(spec.folder),
+        attention="default",
+        token_map=token_map,
+        vocab_size=spec.vocab_size,
+        mode="full" if spec.top_k == spec.vocab_size else "topk",
+        top_k=spec.top_k,
+        cache_precision=config.cache.cache_precision,
+    )
+
+
+def _add_bos(config: Config, folders: Sequence[Path]) -> bool | None:
+    """``add_bos`` of the run; where that is null, what all teachers' own files agree on. One rendering for all."""
+    if config.student.add_bos is not None:
+        return config.student.add_bos
+    told = {read_pipeline_config(folder).add_bos for folder in folders}
+    return told.pop() if len(told) == 1 else None
+
+
+def _cached_teachers(
+    config: Config, student_tokenizer: "PreTrainedTokenizerBase", admissions: Admissions, console: Console
+) -> list[JobTeacher]:
+    """The teachers whose layers the cache holds for the student's tokens; one weighed 0 is left out."""
+    dataset_folder = Path(config.paths.cache_folder) / "dataset"
+    specs = list(cached_layers(dataset_folder, admissions, console))
+    crop = config.model.crop_distr_to_size
+    sizes = {spec.vocab_size for spec in specs if crop in (None, spec.vocab_size)}
+    layers = serving_layers(
+        specs,
+        token_maps={size: token_map_digest(student_tokenizer, size) for size in sizes},
+        top_k=config.model.save_topK if config.model.enable_topK else None,
+        where=dataset_folder,
+    )
+    chosen = choose_cached(layers, config.collection.teacher_weights)
+    if len({layer.vocab_size for layer, _ in chosen}) > 1:
+        sizes_named = ", ".join(str(layer.vocab_size) for layer, _ in chosen)
+        raise InputError(f"crop_distr_to_size: the cache has layers of {sizes_named} ids; set it to one of these")
+    for layer, weight in chosen:
+        console.say(f"teacher from the cache: {layer.folder_name}, weight {weight:g}")
+    return [JobTeacher(layer, weight, None, None) for layer, weight in chosen]
+
+
+def _sample_rules(config: Config, crop: int, add_bos: bool | None) -> SampleRules:
+    return SampleRules(
         context_len=config.model.context_len,
         crop=crop,
-        add_bos=config.student.add_bos,
+        add_bos=add_bos,
         saved_roles=saved_roles(config),
         train_turn_end=config.model.train_turn_end,
         long_samples=config.model.long_samples,
     )
-    sample_tokenizer = SampleTokenizer(student_tokenizer, template, rules)
-    splits = _read_splits(config, sample_tokenizer, is_completion_model(teacher_folder, teacher_tokenizer), console)
-    dtype = compute_dtype(teacher_folder, config.collection.teacher_dtype, device)
-    top_k = min(config.model.save_topK, crop)
-    return Job(
-        config=config,
-        layer=LayerSpec(
-            teacher=teacher_folder.name,
-            weights=weights_digest(teacher_folder, Path(config.paths.cache_folder) / "digests.json"),
-            dtype=dtype,
-            model_config=config_digest(teacher_folder),
-            quantisation="none",
-            attention="default",
-            token_map=token_map_digest(student_tokenizer, crop),
-            vocab_size=crop,
-            mode="topk",
-            top_k=top_k,
-            cache_precision=config.cache.cache_precision,
-        ),
-        teacher=TeacherSpec(teacher_folder, dtype, device, crop, top_k, trust),
-        student=StudentSpec(
-            folder=student_folder,
-            precision=config.training.training_precision,
-            device=device,
-            vocab_size=crop,
-            grad_checkpointing=config.training.grad_checkpointing,
-            trust_remote_code=trust,
-            chat_template=template.jinja() if template else None,
-        ),
-        splits=splits,
-    )
 
 
-def find_teacher(path: str) -> Path:
-    """The one teacher that ``path`` is or holds."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise InputError(f"teacher_models_folder: {folder} is not a folder")
-    if (folder / "config.json").is_file():
-        return folder
-    teachers = sorted(child for child in folder.iterdir() if (child / "config.json").is_file())
-    if not teachers:
-        raise InputError(f"teacher_models_folder: {folder} holds no model (a folder with config.json and weights)")
-    if len(teachers) > 1:
-        names = ", ".join(teacher.name for teacher in teachers[:3])
-        raise InputError(f"teacher_models_folder: several teachers ({names}) are not available yet; name one of them")
-    return teachers[0]
-
-
-def saved_roles(config: Config) -> frozenset[Role]:
-    """The roles whose contents are targets; a completion's text always is."""
-    model = config.model
-    flags: dict[Role, bool] = {
-        "system": model.save_sys_range,
-        "user": model.save_user_range,
-        "assistant": model.save_assistant_range,
-        "completion": True,
-    }
-    return frozenset(role for role, saved in flags.items() if saved)
+def _as_list(paths: str | Sequence[str] | None) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths or ())
 
 
 def _required(value: str | Sequence[str] | None, key: str) -> str:
@@ -192,97 +307,3 @@ def _check_model(role: str, folder: Path, crop: int, context_len: int, console: 
     positions = description.get("max_position_embeddings") or description.get("n_positions")
     if isinstance(positions, int) and positions < context_len:
         console.warn(f"context_len {context_len} is beyond the {role}'s {positions} positions")
-
-
-def _read_splits(
-    config: Config, tokenizer: SampleTokenizer, completion_teacher: bool, console: Console
-) -> dict[str, Split]:
-    train = _tokenize("train", config.paths.dataset_path, config, tokenizer, completion_teacher, console)
-    if config.paths.validation_dataset_path:
-        path = config.paths.validation_dataset_path
-        validation = _tokenize("validation", path, config, tokenizer, completion_teacher, console)
-    else:
-        train, validation = hold_out(train, config.pipeline.validation_fraction)
-        console.say(f"held out {len(validation)} of {len(train) + len(validation)} samples for validation, by key")
-    known = {sample.key for sample in train}
-    overlap = sum(sample.key in known for sample in validation)
-    if overlap:
-        console.warn(f"{overlap} of {len(validation)} validation samples are also trained on; their metrics flatter")
-    return {"train": Split(tuple(train)), "validation": Split(tuple(validation))}
-
-
-def _tokenize(
-    split: str,
-    path: str | Sequence[str] | None,
-    config: Config,
-    tokenizer: SampleTokenizer,
-    completion_teacher: bool,
-    console: Console,
-) -> list[TokenizedSample]:
-    assert path is not None
-    skipped: list[str] = []
-
-    def scored() -> Iterator[Sample]:
-        for sample in read_samples(path):
-            if config.pipeline.ignore_model_type or sample.is_completion == completion_teacher:
-                yield sample
-            else:
-                skipped.append(sample.where)
-
-    samples = list(scored())
-    if skipped:
-        kind, other = ("a completion", "conversations") if completion_teacher else ("an instruct", "completions")
-        what = f"{len(skipped)} {other} ({skipped[0]} first): the teacher is {kind} model"
-        if not samples:
-            raise InputError(
-                f"{split}: nothing left to score, {what}; set ignore_model_type to score them all the same"
-            )
-        console.warn(f"{split}: skipped {what}")
-    tokenized = tokenize_dataset(samples, tokenizer)
-    targets = sum(len(sample.targets) for sample in tokenized.samples)
-    console.say(f"{split}: {describe_counts(tokenized.counts)}, {targets:,} targets")
-    return list(tokenized.samples)
-
-
-def describe_counts(counts: DatasetCounts) -> str:
-    """The counts on one line; what wasn't used whole is named only where there is some."""
-    parts = [f"{counts.samples:,} samples ({counts.conversations:,} conversations, {counts.completions:,} completions)"]
-    for name in ("chunked", "truncated", "dropped"):
-        if number := getattr(counts, name):
-            parts.append(f"{number:,} {name}")
-    if counts.without_target:
-        parts.append(f"{counts.without_target:,} without a target (first: {counts.first_without_target})")
-    return ", ".join(parts)
-
-
-def hold_out(
-    samples: Sequence[TokenizedSample], fraction: float
-) -> tuple[list[TokenizedSample], list[TokenizedSample]]:
-    """Split off about ``fraction`` of the samples by their keys, so that no other sample changes a sample's side.
-
-    The pieces of a long sample stay together: the first one's key decides. At least one distinct sample goes to each
-    side; InputError if there is only one.
-    """
-    deciding: dict[str, bytes] = {}
-    for sample in samples:
-        deciding.setdefault(sample.where, sample.key)
-    keys = sorted(set(deciding.values()))
-    if len(keys) < 2:
-        raise InputError("dataset_path: one sample can't be split; give a validation_dataset_path")
-    limit = int(fraction * (1 << 64)).to_bytes(9, "big")[1:]
-    held = {key for key in keys if key[:8] < limit} or {keys[0]}
-    held -= {keys[-1]}
-    sides: tuple[list[TokenizedSample], list[TokenizedSample]] = ([], [])
-    for sample in samples:
-        sides[deciding[sample.where] in held].append(sample)
-    return sides
-
-
-def distinct(samples: Sequence[TokenizedSample]) -> list[TokenizedSample]:
-    """Each sample once, by key, at its first place; its targets are those of all its duplicates."""
-    first: dict[bytes, TokenizedSample] = {}
-    for sample in samples:
-        known = first.setdefault(sample.key, sample)
-        if known is not sample and not np.array_equal(known.targets, sample.targets):
-            first[sample.key] = replace(known, targets=np.union1d(known.targets, sample.targets))
-    return list(first.values())

@@ -17,7 +17,7 @@ import torch
 from distill.checkpoint import newest_state, restore, save_state
 from distill.collate import token_batches
 from distill.config import Training
-from distill.dataloader import CachedSamples, OptimizerStep, StepPlan, load_steps
+from distill.dataloader import CachedSamples, OptimizerStep, Segment, StepPlan, load_steps
 from distill.errors import InputError
 from distill.evaluate import MetricSums, batch_metrics
 from distill.losses import build_loss
@@ -47,6 +47,7 @@ class TrainReport:
     """What a training did, over all its starts; ``seconds`` are those of its steps, without validation and saving."""
 
     steps: int
+    total_steps: int
     seconds: float
     tokens: int
     targets: int
@@ -87,7 +88,10 @@ def evaluate(student: Student, data: CachedSamples) -> dict[str, float]:
 
 
 class Trainer:
-    """Owns one training from its first or saved step to the exported student."""
+    """Owns one training from its first or saved step to the exported student, or to the end of a round.
+
+    ``plan`` says which samples make which step, ``data`` has those of the steps that this trainer makes.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class Trainer:
         *,
         data: CachedSamples,
         validation: CachedSamples,
-        seed: int,
+        plan: StepPlan,
         paths: TrainPaths,
     ) -> None:
         self._config = config
@@ -104,7 +108,7 @@ class Trainer:
         self._data = data
         self._validation = validation
         self._paths = paths
-        self._plan = plan_steps(config, data.samples, seed)
+        self._plan = plan
         self._schedule = make_schedule(config, self._plan.total_steps)
         self._optimizer = build_optimizer(
             student.model, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
@@ -112,21 +116,25 @@ class Trainer:
         self._loss = build_loss(config.loss, temperature=config.temperature)
         self._progress = Progress()
 
-    def run(self, *, run_folder: RunFolder, tracker: Tracker, console: Console) -> TrainReport:
+    def run(
+        self, *, run_folder: RunFolder, tracker: Tracker, console: Console, until: int | None = None
+    ) -> TrainReport:
         """Train to the end, from the newest saved state if there is one, and export the final student.
 
-        Raises Interrupted after a signal (the state is saved), InputError if the loss is no longer finite.
+        With ``until``, a step before the end, the state is saved there instead. Raises
+        Interrupted after a signal (the state is saved), InputError if the loss is no longer finite.
         """
         resumed = self._resume(console)
         run_folder.cut_metrics(-1 if resumed is None else resumed)
         student, progress, total = self._student, self._progress, self._plan.total_steps
+        until = total if until is None else until
         if resumed is None:
             progress.before = self._validate(run_folder, tracker, console)
         student.model.train()
         last_save = time.monotonic()
         first = progress.step + 1
         with stop_signal() as stop, console.progress("training", total, "steps", done=progress.step) as bar:
-            for step in load_steps(self._data, self._plan, first=first):
+            for step in load_steps(self._data, self._plan, first=first, last=until):
                 metrics = self._train_step(step)
                 bar.advance(1, f"loss {metrics['loss']:.4f} lr {metrics['lr']:.2e}")
                 self._log("train", metrics, run_folder, tracker)
@@ -141,6 +149,9 @@ class Trainer:
                 if stopping and progress.step < total:
                     raise Interrupted(f"stopped at step {progress.step} of {total}; the state is saved")
         final = self._paths.export("final")
+        if until < total:
+            self._save(run_folder)
+            return self._report(final, resumed)
         student.export(final)
         if self._config.save_final_state:
             self._save(run_folder)
@@ -231,6 +242,7 @@ class Trainer:
         p = self._progress
         return TrainReport(
             steps=p.step,
+            total_steps=self._plan.total_steps,
             seconds=p.seconds,
             tokens=p.tokens,
             targets=p.targets,
@@ -242,10 +254,19 @@ class Trainer:
         )
 
 
-def plan_steps(config: Training, samples: Sequence[TokenizedSample], seed: int) -> StepPlan:
-    """Which samples make which optimizer step."""
-    lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
-    return StepPlan(lengths, config.batch_size, config.grad_accum_batches, config.num_epochs, config.data_order, seed)
+def plan_steps(
+    config: Training, samples: Sequence[TokenizedSample], seed: int, segments: Sequence[Segment] = ()
+) -> StepPlan:
+    """Which samples make which optimizer step; without ``segments`` an epoch is all samples."""
+    return StepPlan(
+        lengths=np.array([len(sample.token_ids) for sample in samples], np.int64),
+        batch_size=config.batch_size,
+        grad_accum_batches=config.grad_accum_batches,
+        num_epochs=config.num_epochs,
+        data_order=config.data_order,
+        seed=seed,
+        segments=segments,
+    )
 
 
 def make_schedule(config: Training, total_steps: int) -> Schedule:

@@ -114,7 +114,7 @@ def endless_prefix(folder: Path) -> None:
 MODELS: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "teacher without weights": ("teacher_models_folder", drop_weights, ["broken", "no weights"]),
     "student without weights": ("student_path", drop_weights, ["broken", "no weights"]),
-    "teacher without config": ("teacher_models_folder", drop_config, ["teacher_models_folder", "no model"]),
+    "teacher without config": ("teacher_models_folder", drop_config, ["broken", "config.json"]),
     "student without config": ("student_path", drop_config, ["broken", "config.json"]),
     "tokenizers that don't fit": ("teacher_models_folder", swap_tokens, ["don't fit", "'a'", "'b'"]),
     "half a tokenizer": ("student_path", break_tokenizer, ["tokenizer.json"]),
@@ -148,7 +148,7 @@ SETTINGS: dict[str, tuple[dict[str, object], list[str]]] = {
     "missing teacher": ({"teacher_models_folder": "absent"}, ["teacher_models_folder", "absent"]),
     "missing student": ({"student_path": "absent"}, ["absent"]),
     "no student": ({"student_path": None}, ["student_path"]),
-    "a container of later": ({"dataset_path": "text.parquet"}, ["text.parquet"]),
+    "an empty parquet file": ({"dataset_path": "text.parquet"}, ["text.parquet"]),
     "warm-up longer than the training": ({"num_warmup_steps": 1000}, ["num_warmup_steps"]),
     "an absent device": ({"device": "cuda:7"}, ["device"]),
     "a crop below the text": ({"crop_distr_to_size": 20}, ["text.jsonl:1", "20"]),

@@ -1,101 +1,25 @@
 """The whole job on toy models: both stages, reuse, kills, and what is left behind."""
 
-import contextlib
-import hashlib
 import io
 import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.cache import Layer
-from distill.cli import main
 from distill.config import load_config
-from distill.dataloader import CachedSamples
+from distill.filling import cached_samples
 from distill.losses import build_loss
 from distill.prepare import prepare
 from distill.report import Console
 from distill.student import Student
-
-ROOT = Path(__file__).parent.parent
-COMMON = {
-    "ignore_model_type": True,
-    "save_user_range": True,
-    "context_len": 96,
-    "save_topK": 20,
-    "num_epochs": 2,
-    "batch_size": 4,
-    "grad_accum_batches": 2,
-    "lr": 0.003,
-    "threads_per_worker": 1,
-    "shard_targets": 400,
-    "collect_tokens_per_batch": 512,
-}
-
-
-def write_config(folder: Path, teacher: Path, student: Path, text: Path, **changes: object) -> Path:
-    keys = {
-        **COMMON,
-        "cache_folder": str(folder / "cache"),
-        "dataset_path": str(text),
-        "teacher_models_folder": str(teacher),
-        "student_path": str(student),
-        **changes,
-    }
-    path = folder / "config.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(keys, indent=1))
-    return path
-
-
-def command(config: Path, *words: str) -> list[str]:
-    return [sys.executable, str(ROOT / "run.py"), "--config", str(config), *words]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a command said."""
-
-    stdout: str
-    stderr: str
-
-
-def distill(config: Path, *words: str, code: int = 0) -> Finished:
-    """The command in this process; its workers are processes all the same."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        got = main(["--config", str(config), *words])
-    assert got == code, f"exit {got}\n{out.getvalue()}\n{err.getvalue()}"
-    return Finished(out.getvalue(), err.getvalue())
-
-
-def summary_of(cache: Path) -> dict[str, Any]:
-    return json.loads((cache / "runs" / "latest" / "summary.json").read_text())  # type: ignore[no-any-return]
-
-
-def shards_of(cache: Path) -> dict[str, str]:
-    """Everything that a collection leaves: name and digest of each file, locks (empty) included."""
-    files = [path for path in (cache / "dataset").rglob("*") if path.is_file()]
-    return {str(p.relative_to(cache)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
-def weights_of(cache: Path) -> dict[str, torch.Tensor]:
-    (folder,) = (cache / "student" / "trained").glob("*_final")
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
-
-
-def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+from tests.jobs import ROOT, command, distill, same_weights, shards_of, summary_of, weights_of, write_config
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +118,7 @@ def test_a_plan_above_the_cap_names_the_ways_out(
     tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
 ) -> None:
     config = write_config(tmp_path, teacher_folder, student_folder, text_file)
-    done = distill(config, "-maxgb", "0.0005", code=2)
+    done = distill(config, "collect", "-maxgb", "0.0004", code=2)
     assert "max_cache_size_gb" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "cache" / "dataset").exists()
     words = done.stderr.split()
@@ -202,7 +126,7 @@ def test_a_plan_above_the_cap_names_the_ways_out(
     distill(config, "collect", "-maxgb", cap)
     assert sum(p.stat().st_size for p in (tmp_path / "cache" / "dataset").rglob("*")) <= float(cap) * 1e9
     other = write_config(tmp_path / "other", teacher_folder, student_folder, text_file)
-    distill(other, "collect", "-maxgb", "0.0005", "-topk", top_k)
+    distill(other, "collect", "-maxgb", "0.0004", "-topk", top_k)
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
@@ -211,7 +135,13 @@ def test_a_teacher_as_its_own_student_differs_at_no_target(
 ) -> None:
     """KL <= 1e-4 at every validation target: completions, conversations and the tokens that end turns."""
     config_file = write_config(
-        tmp_path, teacher_folder, teacher_folder, text_file, add_bos=add_bos, validation_fraction=0.5
+        tmp_path,
+        teacher_folder,
+        teacher_folder,
+        text_file,
+        add_bos=add_bos,
+        validation_fraction=0.5,
+        cache_precision="exact",
     )
     distill(config_file, "collect")
     job = prepare(load_config(config_file), Console(io.StringIO(), io.StringIO()))
@@ -222,8 +152,8 @@ def test_a_teacher_as_its_own_student_differs_at_no_target(
         any(sample.token_ids[t] in ends for t in sample.targets) for sample in samples if len(sample.token_ids) < 96
     )
     student = Student(job.student)
-    with Layer.open(job.dataset_folder / "validation", job.layer) as layer, student.evaluating():
-        data = CachedSamples(layer, samples, layer.locate(samples))
+    with ExitStack() as stack, student.evaluating():
+        data = cached_samples(job, "validation", stack)
         for row in range(len(samples)):
             batch = data.batch([row])
             statistics = student.statistics(batch.tokens, batch.targets)

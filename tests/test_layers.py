@@ -12,14 +12,32 @@ PACKAGE = Path(__file__).parent.parent / "distill"
 # A module imports only from layers before its own.
 LAYERS = [
     {"errors", "types", "config"},
-    {"records", "files", "lock", "dataset", "tokenizer", "head", "losses", "collate", "optim", "workers", "models"},
-    {"fused"},
+    {
+        "records",
+        "files",
+        "lock",
+        "dataset",
+        "tokenizer",
+        "head",
+        "losses",
+        "collate",
+        "optim",
+        "workers",
+        "models",
+        "placement",
+    },
+    {"fused", "merge"},
     {"teacher", "student", "codec", "cache", "checkpoint"},
-    {"dataloader", "evaluate", "report"},
-    {"collect", "train"},
-    {"prepare", "runs"},
+    {"dataloader", "evaluate", "report", "scoring"},
+    {"collect", "train", "teachers", "parts"},
+    {"ancestor"},
+    {"sharing"},
+    {"splits", "runs", "journal"},
+    {"prepare"},
     {"planning"},
-    {"pipeline"},
+    {"filling", "pruning", "rebase", "cacheverbs", "allowance"},
+    {"rounds"},
+    {"pipeline", "command"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -27,7 +45,9 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 WITHIN = {
     ("lock", "files"), ("models", "files"), ("types", "errors"), ("config", "errors"), ("cache", "codec"),
 }  # fmt: skip
-HEAVY = {"h5py": "cache", "wandb": "report", "safetensors": "checkpoint"}
+HEAVY = {
+    "h5py": "cache", "wandb": "report", "safetensors": "checkpoint", "datasets": "dataset", "pyarrow": "dataset",
+}  # fmt: skip
 
 
 def modules() -> list[Path]:

@@ -10,12 +10,12 @@ import pytest
 
 from distill.cache import Layer, build_shard
 from distill.config import Config
-from distill.dataloader import CachedSamples
+from distill.dataloader import CachedSamples, TeacherShare
 from distill.errors import InputError
 from distill.report import Console, RunFolder
 from distill.report.tracker import NoTracker
 from distill.student import Student, StudentSpec
-from distill.train import Interrupted, Trainer, TrainPaths, TrainReport, stop_signal
+from distill.train import Interrupted, Trainer, TrainPaths, TrainReport, plan_steps, stop_signal
 from tests.helpers import make_records, make_samples, make_spec
 from tests.toys import make_model_folder
 
@@ -31,7 +31,7 @@ def data(tmp_path: Path) -> CachedSamples:
     image = build_shard(samples, make_records(samples), layer=spec.describe(), vocab_size=VOCAB)
     image.seal(layer.folder)
     layer.register(image.info)
-    return CachedSamples(layer, samples, layer.locate(samples))
+    return CachedSamples([TeacherShare(layer, 1.0, layer.locate(samples))], samples)
 
 
 class Bench:
@@ -50,7 +50,8 @@ class Bench:
         config = Config.from_flat(keys | changes).training
         spec = StudentSpec(self.student, "fp32", "cpu", VOCAB, grad_checkpointing=False, trust_remote_code=False)
         paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name)
-        trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, seed=0, paths=paths)
+        plan = plan_steps(config, self.data.samples, seed=0)
+        trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, plan=plan, paths=paths)
         return trainer.run(run_folder=self.run_folder, tracker=NoTracker(), console=self.console)
 
     def steps(self, kind: str) -> list[int]:

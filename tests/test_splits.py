@@ -1,7 +1,6 @@
-"""Splits, duplicates and which teacher is meant."""
+"""Splits and duplicates."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.errors import InputError
-from distill.prepare import distinct, find_teacher, hold_out
+from distill.splits import distinct, hold_out
 from tests.helpers import make_samples
-from tests.toys import make_model_folder
 
 
 @given(st.integers(2, 80), st.floats(0.01, 0.5))
@@ -44,16 +42,3 @@ def test_duplicates_are_one_sample_with_the_targets_of_all() -> None:
     found = distinct([fewer, b, other, a, b])
     assert [s.key for s in found] == [a.key, b.key]
     assert found[0].targets.tolist() == sorted({*fewer.targets.tolist(), *other.targets.tolist(), *a.targets.tolist()})
-
-
-def test_a_teacher_is_a_folder_or_the_only_one_in_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a folder"):
-        find_teacher(str(tmp_path / "absent"))
-    with pytest.raises(InputError, match="holds no model"):
-        find_teacher(str(tmp_path))
-    first = make_model_folder(tmp_path / "first", seed=0, hidden=16, layers=1)
-    (tmp_path / "notes.txt").touch()
-    assert find_teacher(str(tmp_path)) == find_teacher(str(first)) == first
-    make_model_folder(tmp_path / "second", seed=0, hidden=16, layers=1)
-    with pytest.raises(InputError, match=r"several teachers \(first, second\) are not available yet"):
-        find_teacher(str(tmp_path))
