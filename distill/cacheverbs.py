@@ -9,12 +9,10 @@ from distill.cache.ancestor_file import AncestorFile
 from distill.cache.foreign import admit_foreign_file, open_foreign_file
 from distill.cache.plain_file import PlainFile
 from distill.cache.verify import verify as verify_layers
-from distill.collect import Budget
 from distill.config import Config
 from distill.errors import InputError
-from distill.files import disk_bytes
 from distill.lock import lock
-from distill.planning import cache_lock, cap_bytes
+from distill.planning import cache_lock, open_budget
 from distill.prepare import prepare_text
 from distill.report import Console
 from distill.sharing import (
@@ -31,47 +29,48 @@ from distill.tokenizer import load_tokenizer
 
 def inspect(config: Config, layer: str | None, sample: int) -> None:
     """Say what the cache holds, layer by layer, and show one sample with the teacher's candidates."""
-    console, admissions = Console(), _admissions(config)
-    for line in describe_cache(_dataset(config), admissions):
-        console.say(line)
-    if config.paths.student_path is None:
-        console.say("set student_path to see a sample decoded")
-        return
-    folder = Path(config.paths.student_path)
-    tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
-    chosen = choose_layers(_dataset(config), [layer] if layer else [])[0]
-    with Layer.load(chosen, admissions) as opened:
-        console.say(f"sample {sample} of {chosen.parent.name}/{chosen.name}:")
-        for line in describe_sample(opened, sample, tokenizer):
+    console = Console()
+    with _admissions(config) as admissions:
+        for line in describe_cache(_dataset(config), admissions):
             console.say(line)
+        if config.paths.student_path is None:
+            console.say("set student_path to see a sample decoded")
+            return
+        folder = Path(config.paths.student_path)
+        tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
+        chosen = choose_layers(_dataset(config), [layer] if layer else [])[0]
+        with Layer.load(chosen, admissions) as opened:
+            console.say(f"sample {sample} of {chosen.parent.name}/{chosen.name}:")
+            for line in describe_sample(opened, sample, tokenizer):
+                console.say(line)
 
 
 def verify(config: Config) -> None:
     """Check all of the cache. InputError at the end if anything was amiss."""
-    console, admissions = Console(), _admissions(config)
-    problems = 0
-    for verdict in verify_layers(_dataset(config), admissions):
-        where = f"{verdict.folder.parent.name}/{verdict.folder.name}"
-        console.say(f"{where}: {verdict.shards:,} shards with {verdict.targets:,} targets are sound")
-        for problem in verdict.problems:
-            console.warn(problem)
-        problems += len(verdict.problems)
+    console, problems = Console(), 0
+    with _admissions(config) as admissions:
+        for verdict in verify_layers(_dataset(config), admissions):
+            where = f"{verdict.folder.parent.name}/{verdict.folder.name}"
+            console.say(f"{where}: {verdict.shards:,} shards with {verdict.targets:,} targets are sound")
+            for problem in verdict.problems:
+                console.warn(problem)
+            problems += len(verdict.problems)
     if problems:
         raise InputError(f"{_dataset(config)}: {problems} problems, listed above; the next run collects what is gone")
 
 
 def export(config: Config, out: Path, layer: str | None) -> None:
     """Write a layer as one plain HDF5 file (``out`` ends in .h5), or the layers as a folder ready to share."""
-    console, admissions = Console(), _admissions(config)
     folders = choose_layers(_dataset(config), [layer] if layer else [])
-    if out.suffix in (".h5", ".hdf5"):
-        if len(folders) != 1:
-            names = ", ".join(f"{folder.parent.name}/{folder.name}" for folder in folders)
-            raise InputError(f"--layer: one file holds one layer; name one of {names}")
-        report = export_file(folders[0], out, admissions)
-    else:
-        report = export_folder(folders, out, admissions)
-    console.say(
+    with _admissions(config) as admissions:
+        if out.suffix in (".h5", ".hdf5"):
+            if len(folders) != 1:
+                names = ", ".join(f"{folder.parent.name}/{folder.name}" for folder in folders)
+                raise InputError(f"--layer: one file holds one layer; name one of {names}")
+            report = export_file(folders[0], out, admissions)
+        else:
+            report = export_folder(folders, out, admissions)
+    Console().say(
         f"{report.path}: {report.layers} layers, {report.samples:,} samples, {report.targets:,} targets,"
         f" {report.bytes:,} bytes; it contains the text as token ids"
     )
@@ -83,26 +82,33 @@ def import_file(config: Config, path: Path, teacher: str | None, split: str | No
     An ancestor's needs text and tokenizer of the configuration, and fills both splits; ``teacher`` is its layer's name.
     A plain file needs nothing; ``split`` says where it goes (None: train).
     """
-    console, admissions = Console(), _admissions(config)
+    console = Console()
+    with _admissions(config) as admissions:
+        lines = _import(config, path, teacher, split, admissions, console)
+    for line in lines:
+        console.say(line)
+
+
+def _import(
+    config: Config, path: Path, teacher: str | None, split: str | None, admissions: Admissions, console: Console
+) -> list[str]:
     digest = admit_foreign_file(path, admissions)
     with open_foreign_file(path) as file:
         if isinstance(file, PlainFile):
             if teacher is not None:
                 raise InputError(f"--teacher: {path} says itself whose distributions it holds")
-            lines = _import_plain(config, file, split or "train", admissions)
-        elif split is not None:
+            return _import_plain(config, file, split or "train", admissions)
+        if split is not None:
             raise InputError("--split: an ancestor's file is matched with the text of both splits")
-        else:
-            lines = _import_ancestor(config, file, teacher or path.stem, digest, admissions, console)
-    for line in lines:
-        console.say(line)
+        return _import_ancestor(config, file, teacher or path.stem, digest, admissions, console)
 
 
 def _import_plain(config: Config, file: PlainFile, split: str, admissions: Admissions) -> list[str]:
     if split not in SPLITS:
         raise InputError(f"--split: must be one of {', '.join(SPLITS)}, not {split!r}")
     with lock(cache_lock(config)), Layer.open(_dataset(config) / split, file.spec, admissions) as layer:
-        samples, targets = import_plain(file, layer, budget=_budget(config), shard_targets=config.cache.shard_targets)
+        budget = open_budget(config, [layer])
+        samples, targets = import_plain(file, layer, budget=budget, shard_targets=config.cache.shard_targets)
     return [f"{samples:,} samples with {targets:,} targets imported into {split}/{layer.folder.name}"]
 
 
@@ -127,14 +133,10 @@ def _import_ancestor(
             file,
             splits,
             texts=text.rows,
-            budget=_budget(config),
+            budget=open_budget(config, [layer for layer, _ in splits]),
             shard_targets=config.cache.shard_targets,
         )
     return list(report.lines())
-
-
-def _budget(config: Config) -> Budget:
-    return Budget(cap_bytes(config), disk_bytes(_dataset(config)))
 
 
 def _dataset(config: Config) -> Path:

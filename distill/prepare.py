@@ -204,8 +204,8 @@ def _loaded_teachers(
     teachers = []
     for (folder, tokenizer), weight in zip(models, weights, strict=True):
         _check_model("teacher", folder, crop, config.model.context_len, console)
-        completions = None if config.pipeline.ignore_model_type else is_completion_model(folder, tokenizer)
         own = read_pipeline_config(folder)
+        completions = None if config.pipeline.ignore_model_type else is_completion_model(tokenizer, own.completion)
         for note in own.notes(add_bos):
             console.warn(note)
         spec = _teacher_spec(config, folder, own, crop)

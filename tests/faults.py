@@ -36,7 +36,12 @@ class InlinePool:
         pass
 
     def run(
-        self, tasks: Iterable[tuple[Hashable, Any]], *, on_progress: Callable[[Any], None], on_request: Callable
+        self,
+        tasks: Iterable[tuple[Hashable, Any]],
+        *,
+        on_progress: Callable[[Any], None],
+        on_request: Callable[[Any], Any],
+        on_wait: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Hashable, Any]]:
         class Channel:
             progress = staticmethod(on_progress)
@@ -44,6 +49,8 @@ class InlinePool:
 
         worker = self._factory(*self._arguments)
         for name, task in tasks:
+            if on_wait is not None:
+                on_wait()
             try:
                 result = worker(task, Channel())
                 result = result.finish() if isinstance(result, Later) else result

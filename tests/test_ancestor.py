@@ -412,6 +412,21 @@ def test_an_import_that_was_cut_short_ends_with_the_same_bytes(tmp_path: Path) -
     assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
 
 
+def test_an_import_reads_the_layers_keys_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(ROWS)
+    path = write_file(tmp_path / "d.hdf5", world)
+    with h5py.File(path, "r+") as file:  # so that one sample is there with fewer targets than are looked for
+        file["convo_0/distributions"][2, 0] = np.nan
+    asked = []
+    key_rows = Layer._key_rows
+    monkeypatch.setattr(Layer, "_key_rows", lambda self, name: asked.append(name) or key_rows(self, name))
+    first, layer = run_import(path, tmp_path / "layer", world)
+    assert asked == [] and len(layer.shards) >= 3 and sum(first.refused.values()) == 1
+    again, _ = run_import(path, tmp_path / "layer", world)
+    assert (again.samples, again.present) == (0, first.samples)
+    assert sorted(asked) == sorted([*layer.shards] * 2)
+
+
 def test_the_order_of_the_groups_does_not_matter(tmp_path: Path) -> None:
     world = World(ROWS)
     path = write_file(tmp_path / "d.hdf5", world)

@@ -17,7 +17,16 @@ import h5py
 import numpy as np
 import pytest
 
-from distill.cache import Admissions, Layer, LayerSpec, ShardImage, ShardReader, build_shard, find_layers
+from distill.cache import (
+    Admissions,
+    Layer,
+    LayerSpec,
+    ShardImage,
+    ShardReader,
+    build_shard,
+    find_layers,
+    readable_layers,
+)
 from distill.cache.index import index_line
 from distill.cache.shard import bytes_bound, keys_path, shard_path
 from distill.codec import CODECS
@@ -385,6 +394,18 @@ def test_a_layer_file_that_cannot_be_is_refused(tmp_path: Path, change: dict[str
     with Admissions() as admissions, pytest.raises(InputError, match=words) as caught:
         Layer.load(layer.folder, admissions)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_a_neighbour_that_cannot_be_read_is_a_line(tmp_path: Path) -> None:
+    layers = [new_layer(tmp_path, make_spec(top_k=k)) for k in (3, 4, 5)]
+    broken = layers[1].folder
+    (broken / "layer.json").write_text("{")
+    found = {folder: (spec, problem) for folder, spec, problem in readable_layers(tmp_path)}
+    assert list(found) == sorted(layer.folder for layer in layers)
+    spec, problem = found.pop(broken)
+    assert spec is None and problem.startswith(f"{broken / 'layer.json'}: not JSON") and "\n" not in problem
+    assert sorted(spec.top_k for spec, problem in found.values() if spec and not problem) == [3, 5]
+    assert list(readable_layers(tmp_path / "absent")) == []
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[" * 50_000, b"null", b" " * 100_000])

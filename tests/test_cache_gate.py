@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from distill.cache.gate import Finding, Gate, RefusedShardError, meaning, struct
 from distill.cache.gate import gate as gate_module
 from distill.cache.gate import inspect as inspect_module
 from distill.cache.gate.inspect import inspect
+from distill.cache.gate.rules import RefusedError
 from distill.cache.shard import shard_path
 from distill.errors import InputError
+from distill.types import Records
 from tests import hostile
 from tests.helpers import VOCAB, make_records, make_samples, make_spec
 
@@ -234,6 +238,26 @@ def test_each_guard_is_needed(guard: str, shard: Path, outside: Path, monkeypatc
 def test_each_bound_is_kept(module: Any, bound: str, words: str, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, bound, 1)
     assert words in inspect(shard)["reason"]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_entries_are_checked_in_memory_for_themselves_alone(twice: bool) -> None:
+    """Many records with K = 10 of a real vocabulary: a flag for each token of each record would be 1.6 GB."""
+    vocab_size, k, count = 49_152, 10, 1 << 15
+    starts = np.random.default_rng(0).integers(0, vocab_size - 10 * k, (count, 1))
+    ids = (starts + 7 * np.arange(k)).ravel()
+    if twice:
+        ids[-1] = ids[-3]
+    unknown = np.full(count, np.nan, np.float32)
+    logprobs = np.full(count * k, -3, np.float32)
+    records = Records(np.full(count, k), ids, logprobs, unknown, unknown, unknown)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedError, match="entry_ids: one twice") if twice else nullcontext():
+            meaning.check_entries(records, vocab_size, k)
+        assert tracemalloc.get_traced_memory()[1] < 32 * count * k
+    finally:
+        tracemalloc.stop()
 
 
 # -- mutations ------------------------------------------------------------------------------------------------------

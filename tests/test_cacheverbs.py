@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from distill.collect import LAYER_BYTES, SHARD_OVERHEAD
+from distill.files import disk_bytes
 from tests.jobs import distill, same_weights, shards_of, summary_of, weights_of, write_config
 
 
@@ -88,6 +90,20 @@ def test_a_plain_file_comes_back(copied: Path, student_folder: Path, text_file: 
     assert "imported" in done.stdout
     done = distill(config, "inspect")
     assert "K = 20 of 261 ids" in done.stdout
+
+
+def test_an_import_keeps_to_the_cap(copied: Path, student_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "layer.h5"
+    distill(copied, "export", "--out", str(out), "--layer", "train")
+    distill(write_config(tmp_path / "plenty", tmp_path, student_folder, text_file), "import", "--from", str(out))
+    needed = disk_bytes(tmp_path / "plenty" / "cache" / "dataset")
+    for number, spare in enumerate((-1, 2 * SHARD_OVERHEAD + 2 * LAYER_BYTES)):
+        cap = (needed + spare) / 1e9
+        folder = tmp_path / str(number)
+        config = write_config(folder, tmp_path, student_folder, text_file, max_cache_size_gb=cap)
+        done = distill(config, "import", "--from", str(out), code=2 if spare < 0 else 0)
+        assert ("max_cache_size_gb" in done.stderr) == (spare < 0)
+        assert disk_bytes(folder / "cache" / "dataset") <= needed + spare
 
 
 def test_import_needs_what_it_says(copied: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from distill.cache import Admissions
-from distill.files import BLOCK
+from distill.files import BLOCK, disk_bytes
 from distill.workers import WorkerPool
 from tests.conftest import WORDS
 from tests.faults import (
@@ -24,7 +24,7 @@ from tests.faults import (
     sealed_shards,
     small_disk,
 )
-from tests.jobs import distill, same_weights, shards_of, weights_of, write_config
+from tests.jobs import distill, same_weights, shards_of, summary_of, weights_of, write_config
 
 FULL, BROKEN = errno.ENOSPC, errno.EIO
 # An epoch of two steps, a state after each, a student on the way: every kind of writing, in half a second.
@@ -171,6 +171,62 @@ def test_the_next_run_tidies_the_index(jobs: Jobs) -> None:
     assert shards_of(config.parent / "cache") == whole
 
 
+# -- rounds ----------------------------------------------------------------------------------------------------------
+
+
+class Rounds:
+    """A training in rounds, whole, and again with a disk that breaks at a chosen operation."""
+
+    def __init__(self, folder: Path, *folders: Path) -> None:
+        self._folder, self._folders = folder, folders
+        self.cap = 250_000
+        config = self.new("whole")
+        with FaultyDisk(config.parent).mounted() as disk:
+            distill(config)
+        self.operations = disk.operations
+        self.weights = weights_of(config.parent / "cache")
+        self.steps = summary_of(config.parent / "cache")["train"]["steps"]
+
+    def new(self, name: str) -> Path:
+        changes = {"max_cache_size_gb": self.cap / 1e9, "shard_targets": 250, "save_state_every_minutes": 0}
+        return write_config(self._folder / name, *self._folders, **changes)
+
+    def broken_at(self, at: int) -> dict[str, Tensor]:
+        """The student of a run whose disk broke for ever, as good as killed, and of the next one."""
+        config = self.new(str(at))
+        with FaultyDisk(config.parent, at=at, error=BROKEN, for_ever=True).mounted():
+            code, stderr = attempt(config, "run")
+        assert code == 3 and stderr.count("error: ") == 1, stderr
+        assert disk_bytes(config.parent / "cache" / "dataset") <= self.cap
+        distill(config)
+        assert disk_bytes(config.parent / "cache" / "dataset") <= self.cap
+        assert summary_of(config.parent / "cache")["train"]["steps"] == self.steps
+        return weights_of(config.parent / "cache")
+
+
+@pytest.fixture(scope="module")
+def rounds(
+    tmp_path_factory: pytest.TempPathFactory, teacher_folder: Path, student_folder: Path, text_file: Path
+) -> Rounds:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.collect.WorkerPool", InlinePool)
+        return Rounds(tmp_path_factory.mktemp("rounds"), teacher_folder, student_folder, text_file)
+
+
+def test_rounds_go_on_where_they_broke(rounds: Rounds) -> None:
+    """While training on the first part, while collecting one again, at the end."""
+    saved = [number for number, text in enumerate(rounds.operations, 1) if text.startswith("safetensors cache/student")]
+    for at in (saved[0], len(rounds.operations) * 3 // 4, saved[-1]):
+        assert same_weights(rounds.broken_at(at), rounds.weights)
+
+
+def test_a_part_ends_where_it_would_have_if_its_collection_breaks(rounds: Rounds) -> None:
+    sealed = [
+        number for number, text in enumerate(rounds.operations, 1) if text.startswith("replace") and ".h5" in text
+    ]
+    assert same_weights(rounds.broken_at(sealed[4]), rounds.weights)
+
+
 # -- real file systems -----------------------------------------------------------------------------------------------
 
 
@@ -209,7 +265,7 @@ def smallest_cap(jobs: Jobs) -> int:
         code, stderr = attempt(jobs.new(max_cache_size_gb=middle / 1e9), "collect")
         assert code in (0, 2), stderr
         low, high = (low, middle) if code == 0 else (middle, high)
-    return high
+    return high + BLOCK  # a folder that something is mounted on is there, and counts, beforehand
 
 
 def test_a_file_system_of_the_size_of_the_cap(jobs: Jobs) -> None:

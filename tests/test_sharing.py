@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -98,8 +99,6 @@ def test_the_samples_of_a_layer_need_no_text(cache: Path, samples: list[Tokenize
 
 
 def test_a_sample_that_is_there_twice_counts_once_with_the_more_targets(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     sample = next(s for s in make_samples(50) if len(s.targets) >= 4)
     layer = Layer.open(tmp_path, SPEC, Admissions(tmp_path))
     layer.prepare()
@@ -324,6 +323,101 @@ def test_blocks_of_any_size_give_the_same(cache: Path, tmp_path: Path, monkeypat
             monkeypatch.setattr("distill.cache.plain_file._ENTRIES_AT_ONCE", entries)
             parts = list(file.read())
             assert all(same(a, b) and equal(x, y) for (a, x), (b, y) in zip(whole, parts, strict=True))
+
+
+def put(layer: Layer, samples: list[TokenizedSample], records: Records) -> None:
+    image = build_shard(samples, records, layer=layer.spec.describe(), vocab_size=layer.spec.vocab_size)
+    image.seal(layer.folder)
+    layer.register(image.info)
+
+
+def imported(path: Path, folder: Path, shard_targets: int) -> Layer:
+    with PlainFile(path) as file, Layer.open(folder, file.spec, Admissions()) as layer:
+        import_plain(file, layer, budget=Budget(PLENTY, 0), shard_targets=shard_targets)
+        return layer
+
+
+def test_shards_are_cut_by_their_targets_whatever_is_read_at_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_file(choose_layers(cache, ["train"])[0], tmp_path / "x.h5", Admissions(cache.parent))
+    whole = imported(tmp_path / "x.h5", tmp_path / "whole", 60)
+    monkeypatch.setattr("distill.cache.plain_file._ENTRIES_AT_ONCE", 7)
+    check_plain_file(tmp_path / "x.h5")
+    parts = imported(tmp_path / "x.h5", tmp_path / "parts", 60)
+    assert tree(parts.folder) == tree(whole.folder) and 2 <= len(whole.shards) <= 6
+
+
+def test_of_a_sample_that_is_in_the_file_twice_the_more_targets_come_in(tmp_path: Path) -> None:
+    first, other, *rest = (s for s in make_samples(80, seed=3) if len(s.targets) >= 4)
+    layer = Layer.open(tmp_path / "theirs", SPEC, Admissions())
+    layer.prepare()
+    for shard in (
+        [replace(first, targets=first.targets[:2]), other],
+        [first, *rest],
+        [replace(other, targets=other.targets[1:])],
+    ):
+        put(layer, shard, make_records(shard))
+    with layer:
+        export_file(layer.folder, tmp_path / "x.h5", layer.admissions)
+        again = imported(tmp_path / "x.h5", tmp_path / "mine", 20)
+        wanted = [first, other, *rest]
+        assert again.missing(wanted) == [] and sum(info.samples for info in again.shards.values()) == len(wanted)
+        for sample in wanted:
+            theirs, mine = (each.read(sample, each.locate([sample])[sample.key]) for each in (layer, again))
+            assert np.array_equal(theirs.entry_ids, mine.entry_ids)
+
+
+def test_an_import_reads_the_layers_keys_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_file(choose_layers(cache, ["train"])[0], tmp_path / "x.h5", Admissions(cache.parent))
+    shards = len(imported(tmp_path / "x.h5", tmp_path / "mine", 10).shards)
+    asked = []
+    locate = Layer.locate
+    monkeypatch.setattr(Layer, "locate", lambda self, samples: asked.append(self) or locate(self, samples))
+    imported(tmp_path / "x.h5", tmp_path / "mine", 10)
+    imported(tmp_path / "x.h5", tmp_path / "new", 10)
+    assert shards > 5 and len(asked) == 2
+
+
+def test_a_long_column_of_one_number_is_honest(tmp_path: Path) -> None:
+    """All of them have K entries, tails that nothing is in, unknown entropies: deflate shortens that by hundreds."""
+    spec = make_spec(vocab_size=VOCAB, top_k=1)
+    samples = [s for s in make_samples(400, seed=5, length=400) if len(s.targets)]
+    count = sum(len(sample.targets) for sample in samples)
+    assert count > 1 << 14
+    same, unknown = np.zeros(count, np.float32), np.full(count, np.nan, np.float32)
+    records = Records(np.ones(count, np.int64), np.full(count, 7), same, same - np.inf, unknown, unknown)
+    layer = Layer.open(tmp_path / "layer", spec, Admissions())
+    layer.prepare()
+    put(layer, samples, records)
+    with layer:
+        export_file(layer.folder, tmp_path / "x.h5", layer.admissions)
+    with h5py.File(tmp_path / "x.h5") as file:
+        column = file["entry_counts"]
+        assert column.size * column.dtype.itemsize > 200 * column.id.get_storage_size()
+    check_plain_file(tmp_path / "x.h5")
+
+
+def test_the_checking_process_finds_this_program_from_anywhere(cache: Path, tmp_path: Path) -> None:
+    """Under ``python -c`` the program may be found by the empty entry of sys.path alone."""
+    export_file(choose_layers(cache, ["train"])[0], tmp_path / "x.h5", Admissions(cache.parent))
+    code = (
+        "import sys, pathlib\n"
+        "from distill.cache import Admissions\n"
+        "from distill.cache.foreign import admit_foreign_file\n"
+        "print(admit_foreign_file(pathlib.Path(sys.argv[1]), Admissions()))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.h5")],
+        cwd=Path(distill.files.__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, len(done.stdout.strip())) == (0, 64), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -287,24 +287,10 @@ def test_loading_a_saved_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "empty", False)
 
 
-def test_completion_models(tmp_path: Path) -> None:
+def test_completion_models() -> None:
     chat, bare = make("bytes", "chatml"), make("bytes")
-    assert (is_completion_model(tmp_path, chat), is_completion_model(tmp_path, bare)) == (False, True)
-    config = tmp_path / "pipeline_config.json"
-    config.write_text('{"batch_size": 1}')
-    assert (is_completion_model(tmp_path, chat), is_completion_model(tmp_path, bare)) == (False, True)
-    config.write_text('{"completion": true}')
-    assert is_completion_model(tmp_path, chat)
-    config.write_text('{"completion": false}')
-    assert not is_completion_model(tmp_path, bare)
-    for content, message in [
-        ('{"completion": "no"}', "true or false, not 'no'"),
-        ("[]", "a JSON object"),
-        ("{", "can't"),
-    ]:
-        config.write_text(content)
-        with pytest.raises(InputError, match=message):
-            is_completion_model(tmp_path, chat)
+    assert (is_completion_model(chat, None), is_completion_model(bare, None)) == (False, True)
+    assert is_completion_model(chat, True) and not is_completion_model(bare, False)
 
 
 def test_vocabularies_that_fit() -> None:

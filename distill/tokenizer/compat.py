@@ -98,14 +98,9 @@ def _named(token: str | None) -> str:
     return "no token" if token is None else repr(token)
 
 
-def is_completion_model(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a model continues plain text: as ``pipeline_config.json`` says, else if it has no chat template."""
-    value = read_object(folder / "pipeline_config.json").get("completion")
-    if value is None:
-        return not tokenizer.chat_template
-    if not isinstance(value, bool):
-        raise InputError(f"{folder / 'pipeline_config.json'}: completion: true or false, not {value!r}")
-    return value
+def is_completion_model(tokenizer: "PreTrainedTokenizerBase", said: bool | None) -> bool:
+    """Whether a model continues plain text: what its ``pipeline_config.json`` ``said``, else if it has no template."""
+    return not tokenizer.chat_template if said is None else said
 
 
 def read_object(path: Path) -> dict[str, Any]:
