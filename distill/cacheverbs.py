@@ -47,21 +47,29 @@ def inspect(config: Config, layer: str | None, sample: int) -> None:
 
 def verify(config: Config) -> None:
     """Check all of the cache. InputError at the end if anything was amiss."""
-    console, problems = Console(), 0
+    console, problems, layers = Console(), 0, 0
     with _admissions(config) as admissions:
         for verdict in verify_layers(_dataset(config), admissions):
             where = f"{verdict.folder.parent.name}/{verdict.folder.name}"
             console.say(f"{where}: {verdict.shards:,} shards with {verdict.targets:,} targets are sound")
             for problem in verdict.problems:
                 console.warn(problem)
-            problems += len(verdict.problems)
+            problems, layers = problems + len(verdict.problems), layers + 1
+    if not layers:
+        raise InputError(f"{_dataset(config)}: no layer in it; give the folder that is the cache_folder")
     if problems:
-        raise InputError(f"{_dataset(config)}: {problems} problems, listed above; the next run collects what is gone")
+        raise InputError(
+            f"{_dataset(config)}: {problems} problems, listed above; a run that collects mends what it needs"
+        )
 
 
 def export(config: Config, out: Path, layer: str | None) -> None:
     """Write a layer as one plain HDF5 file (``out`` ends in .h5), or the layers as a folder ready to share."""
     folders = choose_layers(_dataset(config), [layer] if layer else [])
+    if out.resolve().is_relative_to(_dataset(config).resolve()):
+        raise InputError(
+            f"--out: {out} is inside the cache's dataset, which holds nothing but layers; name another place"
+        )
     with _admissions(config) as admissions:
         if out.suffix in (".h5", ".hdf5"):
             if len(folders) != 1:

@@ -19,7 +19,7 @@ from distill.planning import Work, open_budget, readers_lock
 from distill.prepare import Job
 from distill.report import Console
 from distill.scoring import CollectSpec
-from distill.splits import distinct
+from distill.splits import SPLITS, distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ def collect_all(job: Job, works: Sequence[Work], console: Console) -> CacheUse:
         report = collect_teacher(job, own, budget, console)
         use = use.plus(report, sum(work.targets - work.missing_targets for work in own if teacher.spec))
     for work in works:
+        if work.teacher.spec is None:
+            continue
         reused = work.targets - work.missing_targets
         who = f", {work.teacher.layer.teacher}" if len(job.teachers) > 1 else ""
         console.say(f"{work.split}{who}: {reused:,} targets from the cache, {work.missing_targets:,} collected")
@@ -96,17 +98,23 @@ def cached_samples(job: Job, split: str, stack: ExitStack, rows: npt.NDArray[np.
     lacking: dict[bytes, str] = {}
     served: set[bytes] = set()
     for teacher in sorted(job.teachers, key=lambda teacher: teacher.layer.hex):
-        source = stack.enter_context(Source.open(job.dataset_folder / split, teacher.layer, job.admissions))
-        scored = distinct([sample for sample in wanted if teacher.scores(sample)])
-        located = source.locate(scored)
+        rest = distinct([sample for sample in wanted if teacher.scores(sample)])
+        # What is held out of a cache that somebody else made is where it was for them.
+        places = [split] if teacher.spec is not None else [split, *(other for other in SPLITS if other != split)]
+        for where in places:
+            source = stack.enter_context(Source.open(job.dataset_folder / where, teacher.layer, job.admissions))
+            located = source.locate(rest)
+            served |= located.keys()
+            shares.append(TeacherShare(source, teacher.weight, located))
+            rest = [sample for sample in rest if sample.key not in located]
         if teacher.spec is not None:
-            lacking |= {sample.key: sample.where for sample in scored if sample.key not in located}
-        served |= located.keys()
-        shares.append(TeacherShare(source, teacher.weight, located))
+            lacking |= {sample.key: sample.where for sample in rest}
     lacking |= {sample.key: sample.where for sample in wanted if sample.key not in served}
     if lacking:
+        alone = not job.config.pipeline.use_teachers
+        advice = "give the text that it was made from, as it was rendered then" if alone else "run `collect` first"
         raise InputError(
             f"{job.dataset_folder / split}: the records of {len(lacking):,} samples are not in the cache"
-            f" (first: {next(iter(lacking.values()))}); run `collect` first, or give the text that it was made from"
+            f" (first: {next(iter(lacking.values()))}); {advice}"
         )
     return CachedSamples(shares, samples)

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,15 +35,19 @@ class Owner:
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[None]:
+def lock(path: Path, *, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock file ``path``.
 
-    Raises InputError while another process holds it, MachineError where the file system has no locks.
+    Raises InputError while another process holds it, MachineError where the file system has no locks. With ``waiting``,
+    which is called once if need be, it waits instead.
     """
     make_folder(path.parent)
     with os_errors("open the lock", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        if waiting is not None and not _is_free(descriptor):
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         _take(descriptor, path)
         try:
             yield
@@ -78,6 +82,16 @@ def reading(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no locks here: ``_take`` says so
+        return True
+    return True
 
 
 def _take(descriptor: int, path: Path) -> None:

@@ -20,7 +20,7 @@ from distill.lock import lock
 from distill.models import release_memory
 from distill.planning import Work, check_cap, describe_cost, explain, planned_work, survey
 from distill.prepare import Job, prepared
-from distill.pruning import describe_unused, prune, unused
+from distill.pruning import describe_unused, prune, unused, unused_bytes
 from distill.rebase import rebase
 from distill.report import (
     CacheSummary,
@@ -71,7 +71,11 @@ def train(config: Config, options: RunOptions) -> None:
 def collect(config: Config, options: RunOptions) -> None:
     """Collect what is missing, and no more."""
     console = Console()
+    if not config.pipeline.use_teachers:
+        raise InputError("use_teachers: false leaves nothing to collect with; use train")
     with prepared(config, console) as job:
+        if options.prune:
+            check_cap(job, survey(job), freed=unused_bytes(job))
         prune(job, options, console)
         rebase(job, options, console)
         with planned_work(job, console) as works:
@@ -84,7 +88,7 @@ def collect(config: Config, options: RunOptions) -> None:
 def plan(config: Config, options: RunOptions) -> None:
     """Say what a run would do, and do none of it; only the digests of the models are remembered."""
     console = Console()
-    with prepared(settle(config, options), console) as job:
+    with prepared(_settled_for_plan(config, options, console), console) as job:
         works = survey(job)
         for work in works:
             console.say(
@@ -95,6 +99,15 @@ def plan(config: Config, options: RunOptions) -> None:
             console.say(line)
         steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
         console.say(f"training: {steps.total_steps:,} steps, {steps.steps_per_epoch:,} an epoch")
+
+
+def _settled_for_plan(config: Config, options: RunOptions, console: Console) -> Config:
+    """A plan only looks: that a run could not start so is worth a line."""
+    try:
+        return settle(config, options)
+    except InputError as error:
+        console.warn(str(error))
+        return config
 
 
 def evaluate(config: Config, options: RunOptions) -> None:
@@ -117,9 +130,15 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
         _check_schedule(job, console)
         if settle(given, options) != config:
             raise InputError(f"{state}: another start came first; start again")
+        going_on = Journal.exists(state) and not options.fresh
+        if going_on and not config.pipeline.use_teachers:
+            raise InputError(
+                "use_teachers: the unfinished run goes in rounds and needs its teachers; --fresh sets it aside"
+            )
+        if options.prune and not going_on and exceeds_cap(job, survey(job), freed=unused_bytes(job)):
+            check_room(job, survey(job), set_free=Journal.own_of(state), freed=unused_bytes(job))
         prune(job, options, console)
         rebase(job, options, console)
-        going_on = Journal.exists(state) and not options.fresh
         works = collecting.enter_context(
             planned_work(job, console, may_collect=may_collect, always_lock=going_on and may_collect)
         )
@@ -129,6 +148,8 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
         if any(work.missing for work in works):
             Student(job.student)  # what is wrong with it is better known before the teacher's work than after
             release_memory()
+        elif not in_parts:
+            _check_readable(job)  # a run that can't read its records isn't begun
         inherited = Journal.own_of(state)
         if options.fresh:
             set_aside(state)
@@ -153,6 +174,12 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
             )
         finish_run(state, this_run, keep_state=config.training.save_final_state)
     console.say(f"student: {report.student}")
+
+
+def _check_readable(job: Job) -> None:
+    with ExitStack() as stack:
+        for split in SPLITS:
+            cached_samples(job, split, stack)
 
 
 def _check_schedule(job: Job, console: Console) -> None:

@@ -1,6 +1,7 @@
 """What a job still has to collect, what that costs, and whether the size cap allows it."""
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -68,8 +69,10 @@ def planned_work(
     One lock for all layers: the cap is one for all of them.
     """
     works = survey(job)
+    # What was adopted without the index's help would be checked again by every start.
+    untidy = any(work.source.own.notes for work in works) and may_collect and os.access(job.dataset_folder, os.W_OK)
     with ExitStack() as stack:
-        if any(work.missing for work in works) or always_lock:
+        if any(work.missing for work in works) or always_lock or untidy:
             if not may_collect and any(work.missing for work in works):
                 lacking = sum(work.missing_targets for work in works)
                 hint = "; ".join(["", *explain(job)])
@@ -125,17 +128,21 @@ def survey_samples(job: Job, teacher: JobTeacher, split: str, samples: Iterable[
     return Work(teacher, split, source, shards, [shard for shard in rest if shard])
 
 
-def check_cap(job: Job, works: Sequence[Work]) -> None:
-    """Raises InputError, naming the smallest cap and the largest K that would do, if the whole won't fit the cap."""
+def check_cap(job: Job, works: Sequence[Work], *, freed: int = 0) -> None:
+    """Raises InputError, naming the smallest cap and the largest K that would do, if the whole won't fit the cap.
+
+    ``freed``: bytes that are going to be removed.
+    """
     limit = cap_bytes(job.config)
-    used, expected = disk_bytes(job.dataset_folder), expected_bytes(works)
+    used, expected = disk_bytes(job.dataset_folder) - freed, expected_bytes(works)
     if used + expected <= limit:
         return
     fits = largest_top_k(job, works, limit - used)
     smaller = f"or save_topK {fits} at most" if fits else "no smaller save_topK would do"
+    hint = "" if freed else "; --prune --yes removes what this run doesn't use"
     raise InputError(
         f"max_cache_size_gb: the cache needs about {(used + expected) / 1e9:.3g} GB of {limit / 1e9:g};"
-        f" set it to {round_up_gb(used + expected)} at least, {smaller}; --prune removes what this run doesn't use"
+        f" set it to {round_up_gb(used + expected)} at least, {smaller}{hint}"
     )
 
 
@@ -243,7 +250,7 @@ def _differences(wanted: LayerSpec, other: LayerSpec) -> Iterator[str]:
 def _recover(works: Iterable[Work], console: Console) -> None:
     """Before anything is planned: what kills left behind is adopted or removed. The caller holds the lock."""
     for work in works:
-        if work.missing and work.source.own.folder.exists():
+        if (work.missing or work.source.own.notes) and work.source.own.folder.exists():
             for line in work.source.own.prepare():
                 console.say(line)
 

@@ -135,7 +135,11 @@ def prepare(config: Config, console: Console) -> Job:
         student=StudentSpec(
             folder=student_folder,
             precision=config.training.training_precision,
-            device=resolve_device(config.training.student_device or config.model.device),
+            device=(
+                resolve_device(config.training.student_device, key="student_device")
+                if config.training.student_device
+                else resolve_device(config.model.device)
+            ),
             vocab_size=crop,
             grad_checkpointing=config.training.grad_checkpointing,
             trust_remote_code=config.pipeline.trust_remote_code,
@@ -260,7 +264,7 @@ def _cached_teachers(
     dataset_folder = Path(config.paths.cache_folder) / "dataset"
     specs = list(cached_layers(dataset_folder, admissions, console))
     crop = config.model.crop_distr_to_size
-    sizes = {spec.vocab_size for spec in specs if crop in (None, spec.vocab_size)}
+    sizes = {spec.vocab_size for spec, _ in specs if crop in (None, spec.vocab_size)}
     layers = serving_layers(
         specs,
         token_maps={size: token_map_digest(student_tokenizer, size) for size in sizes},

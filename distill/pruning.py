@@ -32,7 +32,7 @@ def unused(job: Job) -> list[Unused]:
     found = []
     for split in SPLITS:
         for folder, spec, _ in readable_layers(job.dataset_folder / split):
-            if spec is None:  # of a newer program, or damaged: not ours to judge
+            if spec is None or folder.is_symlink():  # of a newer program, damaged, or elsewhere: not ours to judge
                 continue
             with Layer.load(folder, job.admissions) as layer:
                 idle = [name for name in sorted(layer.shards) if (folder, name) not in used]
@@ -40,6 +40,11 @@ def unused(job: Job) -> list[Unused]:
                     size = sum(layer.shards[name].bytes for name in idle)
                     found.append(Unused(folder, tuple(idle), size, whole=len(idle) == len(layer.shards)))
     return found
+
+
+def unused_bytes(job: Job) -> int:
+    """About what pruning would free."""
+    return sum(item.bytes for item in unused(job))
 
 
 def describe_unused(items: Sequence[Unused]) -> Iterator[str]:

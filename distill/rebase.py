@@ -28,8 +28,8 @@ _SAME = (
     ("dtype", "another teacher_dtype"),
     ("quantisation", "a teacher that was quantised otherwise"),
 )
-# Part of the real tokens that must be the same: a template's changes touch none of them, another text most.
-_SAME_TOKENS = 0.9
+# Part of the content tokens that must be the same: a template's changes touch few of them, another text most.
+_SAME_CONTENTS = 0.9
 
 
 def rebase(job: Job, options: RunOptions, console: Console) -> None:
@@ -107,6 +107,7 @@ def _pair(old: Layer, new: Sequence[TokenizedSample], lacking: set[bytes]) -> di
     known = {sample.key for sample in new}
     counts = np.array([len(sample.targets) for sample in new], np.int64)
     pairs: dict[str, list[TokenizedSample]] = {}
+    claimed: set[bytes] = set()
     rest = set(lacking)
     for name in sorted(old.shards):
         keys = old.keys(name)
@@ -121,13 +122,20 @@ def _pair(old: Layer, new: Sequence[TokenizedSample], lacking: set[bytes]) -> di
                 f"rebase_dataset: {len(run)} samples of {old.folder.name}/{name}.h5 are nowhere in the text with as"
                 f" many targets each ({run[0]} first); give just the text that it was collected from"
             )
-        # Where several fit by their lengths, the one whose real tokens agree best.
-        best = max(places, key=lambda place: _agreement(reader, place))
-        if _agreement(reader, best) < _SAME_TOKENS * run.sum():
+        # Where several fit by their lengths, the one whose contents agree.
+        agreements = [_agreement(reader, place) for place in places]
+        best = places[agreements.index(max(agreements))]
+        if max(agreements) < _SAME_CONTENTS:
             raise InputError(
                 f"rebase_dataset: {old.folder.name}/{name}.h5 fits the text at {best[0].where} by the numbers of its"
-                " targets, but its tokens are others; give just the text that it was collected from"
+                " targets, but its contents are others; give just the text that it was collected from"
             )
+        if agreements.count(max(agreements)) > 1 or best[0].key in claimed:
+            raise InputError(
+                f"rebase_dataset: {old.folder.name}/{name}.h5 fits several places of the text alike, {best[0].where}"
+                " among them; whose records it holds can't be told: collect anew"
+            )
+        claimed |= {sample.key for sample in best}
         keys_there = {sample.key for sample in best}
         pairs[name] = list(best) if keys_there & rest else []
         rest -= keys_there
@@ -152,10 +160,16 @@ def _agrees(place: Sequence[TokenizedSample], keys: Sequence[bytes], known: set[
     return all(sample.key == key or key not in known for sample, key in zip(place, keys, strict=True))
 
 
-def _agreement(reader: ShardReader, samples: Sequence[TokenizedSample]) -> int:
-    """Targets whose real token is the same, row by row."""
-    pairs = ((reader.token_ids(row)[reader.targets(row)], sample) for row, sample in enumerate(samples))
-    return sum(int((theirs == ours.token_ids[ours.targets]).sum()) for theirs, ours in pairs)
+def _agreement(reader: ShardReader, samples: Sequence[TokenizedSample]) -> float:
+    """Part of the old samples' content tokens, of all roles, that are the new ones', turn by turn."""
+    same = total = 0
+    for row, sample in enumerate(samples):
+        ids, spans = reader.token_ids(row), reader.spans(row)
+        for theirs, ours in zip(spans, sample.spans, strict=False):
+            before, now = ids[theirs.start : theirs.end], sample.token_ids[ours.start : ours.end]
+            same += int((before == now).sum()) if len(before) == len(now) else 0
+        total += sum(span.end - span.start for span in spans)
+    return same / max(total, 1)
 
 
 def _move(job: Job, old: Layer, name: str, samples: Sequence[TokenizedSample], own: Layer) -> None:

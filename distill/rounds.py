@@ -264,7 +264,8 @@ class Rounds:
             budget.give_back(allocated(info.bytes) + allocated(64 * info.samples))
             doomed.setdefault(layer.folder, (layer, []))[1].append(name)
         if doomed:
-            with lock(readers_lock(self._job.config)):
+            waiting = "waiting for other trainings that read the cache, to make room in it"
+            with lock(readers_lock(self._job.config), waiting=lambda: self._voice.console.say(waiting)):
                 for layer, names in doomed.values():
                     layer.drop(names)
                     self._journal.forget(self._relative(layer), names)
@@ -304,39 +305,48 @@ class Rounds:
         works = [self._survey(teacher, self._parts.order) for teacher in self._job.teachers]
         needed = cap - budget.left + smallest_round(self._job, works)
         return InputError(
-            f"max_cache_size_gb: {cap / 1e9:g} GB hold no round beside the {(cap - budget.left) / 1e9:.3g} GB that are"
-            f" there; set it to {round_up_gb(needed)} at least, lower shard_targets or save_topK, or remove what this"
-            " run doesn't use with --prune --yes"
+            f"max_cache_size_gb: {cap / 1e9:g} GB have no room for the samples of one optimizer step; set it to"
+            f" {round_up_gb(needed)} at least, lower save_topK or batch_size, or remove what this run doesn't use with"
+            " --prune --yes"
         )
 
 
-def exceeds_cap(job: Job, works: Sequence[Work]) -> bool:
-    """Whether what is missing surely or perhaps exceeds the cap: then a training goes in rounds."""
-    return disk_bytes(job.dataset_folder) + most_bytes(works) > cap_bytes(job.config) and any(w.missing for w in works)
+def exceeds_cap(job: Job, works: Sequence[Work], *, freed: int = 0) -> bool:
+    """Whether what is missing surely or perhaps exceeds the cap: then a training goes in rounds.
+
+    ``freed``: bytes that are going to be removed.
+    """
+    used = disk_bytes(job.dataset_folder) - freed
+    return used + most_bytes(works) > cap_bytes(job.config) and any(work.missing for work in works)
 
 
 def smallest_round(job: Job, works: Sequence[Work]) -> int:
     """About how many bytes a part needs at least: the shards of one optimizer step."""
-    training, size = job.config.training, 0.0
-    samples = training.batch_size * training.grad_accum_batches
+    size = 0.0
     for work in works:
         if work.split == "train" and work.plan:
-            of_step = work.targets * samples / max(sum(len(shard) for shard in work.plan), 1)
             shard = max(count_targets([shard]) for shard in work.plan)
-            size += work.bytes_per_target * max(of_step + shard, shard) + LAYER_BYTES
+            size += work.bytes_per_target * (_step_targets(job, work) + shard) + LAYER_BYTES
     return int(MARGIN * size)
 
 
-def check_room(job: Job, works: Sequence[Work], *, set_free: Collection[tuple[str, str]]) -> None:
+def _step_targets(job: Job, work: Work) -> float:
+    """About how many targets the samples of an optimizer step have."""
+    training = job.config.training
+    samples = training.batch_size * training.grad_accum_batches
+    return min(1.0, samples / max(sum(len(shard) for shard in work.plan), 1)) * work.targets
+
+
+def check_room(job: Job, works: Sequence[Work], *, set_free: Collection[tuple[str, str]], freed: int = 0) -> None:
     """Raises InputError, naming the smallest workable cap, if it surely has no room for validation and one shard.
 
-    ``set_free``: shards, by layer and name, that may be deleted.
+    ``set_free``: shards, by layer and name, that may be deleted; ``freed``: bytes that are going to be removed.
     """
-    cap, used = cap_bytes(job.config), disk_bytes(job.dataset_folder)
+    cap, used = cap_bytes(job.config), disk_bytes(job.dataset_folder) - freed
     used -= sum(disk_size(job.dataset_folder / layer / f"{shard}.h5") for layer, shard in set_free)
     validation = expected_bytes([work for work in works if work.split == "validation"])
     shard = sum(
-        work.bytes_per_target * min(count_targets([shard]) for shard in work.missing)
+        work.bytes_per_target * max(_step_targets(job, work), min(count_targets([shard]) for shard in work.missing))
         for work in works
         if work.split == "train" and work.missing
     )
@@ -344,9 +354,9 @@ def check_room(job: Job, works: Sequence[Work], *, set_free: Collection[tuple[st
     if used + (validation + shard) / 2 > cap:
         needed = used + int(MARGIN * validation) + smallest_round(job, works)
         raise InputError(
-            f"max_cache_size_gb: {cap / 1e9:g} GB are below the validation records and one shard; set it to"
-            f" {round_up_gb(needed)} at least, lower shard_targets or save_topK, or remove what this run doesn't use"
-            " with --prune --yes"
+            f"max_cache_size_gb: {cap / 1e9:g} GB are below the validation records and the shards of one optimizer"
+            f" step; set it to {round_up_gb(needed)} at least, lower save_topK, shard_targets or batch_size, or remove"
+            " what this run doesn't use with --prune --yes"
         )
 
 

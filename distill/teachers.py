@@ -12,6 +12,7 @@ from distill.report import Console
 from distill.teacher import TeacherSpec
 from distill.types import Sample, TokenizedSample
 
+_SMALLEST_WEIGHT = 1e-6
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf", "tokenizer.json")
 
 
@@ -66,6 +67,11 @@ def weigh(names: Sequence[str], weights: Mapping[str, float]) -> list[float]:
     for name in weights:
         if name not in names:
             raise InputError(f"teacher_weights: no teacher is named {name!r}{suggest(name, names)}")
+    for name, weight in weights.items():
+        if 0 < weight < _SMALLEST_WEIGHT:
+            raise InputError(
+                f"teacher_weights: {name!r} weighs {weight:g}; 0 leaves it out, {_SMALLEST_WEIGHT:g} is least"
+            )
     return [weights.get(name, 1.0) for name in names]
 
 
@@ -80,13 +86,13 @@ def check_distinct(teachers: Iterable[JobTeacher]) -> None:
             )
 
 
-def cached_layers(dataset_folder: Path, admissions: Admissions, console: Console) -> Iterator[LayerSpec]:
-    """What the layers of a cache's training split are; one that can't be read is named and left out."""
+def cached_layers(dataset_folder: Path, admissions: Admissions, console: Console) -> Iterator[tuple[LayerSpec, int]]:
+    """The layers of a cache's training split and their samples; one that can't be read is named and left out."""
     for folder in find_layers(dataset_folder / "train"):
         try:
             with Layer.load(folder, admissions) as layer:
                 if layer.shards:
-                    yield layer.spec
+                    yield layer.spec, sum(info.samples for info in layer.shards.values())
         except InputError as error:
             console.warn(f"left out: {error}")
 
@@ -115,33 +121,32 @@ def choose_cached(layers: Sequence[LayerSpec], weights: Mapping[str, float]) -> 
 
 
 def serving_layers(
-    specs: Iterable[LayerSpec], *, token_maps: Mapping[int, str], top_k: int | None, where: Path
+    layers: Iterable[tuple[LayerSpec, int]], *, token_maps: Mapping[int, str], top_k: int | None, where: Path
 ) -> list[LayerSpec]:
     """One layer a teacher, of those in a cache that fit the student, as it serves ``top_k`` entries (None: all).
 
-    ``token_maps`` has the digest of the student's ids below each crop in question. Raises InputError if none fits.
+    ``layers`` are specs with their numbers of samples: of a teacher's the one with most counts, of equal ones the
+    richer; what richer ones hold beside it serves as well. ``token_maps`` has the digest of the student's ids below
+    each crop in question. Raises InputError if none fits.
     """
-    largest: dict[LayerSpec, LayerSpec] = {}
+    largest: dict[LayerSpec, tuple[int, int, bool, LayerSpec]] = {}
     unfit = []
-    for spec in specs:
+    for spec, samples in layers:
         if token_maps.get(spec.vocab_size) != spec.token_map:
             unfit.append(spec.folder_name)
             continue
         same = replace(spec, teacher="", mode="topk", top_k=0, cache_precision="exact")
-        if same not in largest or _richness(spec) > _richness(largest[same]):
-            largest[same] = spec
+        rank = (samples, spec.top_k, spec.cache_precision == "exact")
+        if same not in largest or rank > largest[same][:3]:
+            largest[same] = (*rank, spec)
     if not largest:
         why = f"those of {', '.join(unfit[:3])} are for other tokens than the student's" if unfit else "it holds none"
         raise InputError(f"use_teachers: false needs a cache with layers for this student in {where}; {why}")
-    return [_cut(spec, top_k) for spec in largest.values()]
+    return [_cut(spec, top_k) for *_, spec in largest.values()]
 
 
 def _is_model(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in _MODEL_FILES)
-
-
-def _richness(spec: LayerSpec) -> tuple[int, bool]:
-    return spec.top_k, spec.cache_precision == "exact"
 
 
 def _cut(spec: LayerSpec, top_k: int | None) -> LayerSpec:

@@ -118,7 +118,7 @@ def test_a_plan_above_the_cap_names_the_ways_out(
     tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
 ) -> None:
     config = write_config(tmp_path, teacher_folder, student_folder, text_file)
-    done = distill(config, "collect", "-maxgb", "0.0004", code=2)
+    done = distill(config, "collect", "-maxgb", "0.0003", code=2)
     assert "max_cache_size_gb" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "cache" / "dataset").exists()
     words = done.stderr.split()
@@ -126,7 +126,7 @@ def test_a_plan_above_the_cap_names_the_ways_out(
     distill(config, "collect", "-maxgb", cap)
     assert sum(p.stat().st_size for p in (tmp_path / "cache" / "dataset").rglob("*")) <= float(cap) * 1e9
     other = write_config(tmp_path / "other", teacher_folder, student_folder, text_file)
-    distill(other, "collect", "-maxgb", "0.0004", "-topk", top_k)
+    distill(other, "collect", "-maxgb", "0.0003", "-topk", top_k)
 
 
 @pytest.mark.parametrize("add_bos", [True, False])

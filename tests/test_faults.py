@@ -159,7 +159,6 @@ def test_every_failing_operation(jobs: Jobs, admissions: Admissions, error: int,
     assert at > 200
 
 
-@pytest.mark.xfail(strict=True, reason="a run that misses nothing leaves the layers as they are")
 def test_the_next_run_tidies_the_index(jobs: Jobs) -> None:
     """Also where all shards were sealed and only their index is torn: else every later run checks them anew."""
     config = jobs.new()

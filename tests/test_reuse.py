@@ -151,6 +151,7 @@ def test_rebase_gives_the_records_to_the_new_samples(
     after = shards_of(cache)
     assert not before.keys() & {name for name in after if name.endswith(".h5")}
     assert len(after) == len(before) and abs(disk_bytes(cache / "dataset") - size) < 30_000
+    config = write_config(tmp_path, teacher_folder, student_folder, text_file, **keys)
     assert "has all its records already" in distill(config, "collect").stdout
 
 
@@ -166,6 +167,59 @@ def test_rebase_refuses_another_text(
     assert "nowhere in the text" in done.stderr and shards_of(tmp_path / "cache") == before
     held_out = write_config(tmp_path, teacher_folder, student_folder, text_file, rebase_dataset=True)
     assert "validation_dataset_path" in distill(held_out, "collect", "--yes", code=2).stderr
+
+
+def test_rebase_pairs_samples_that_differ_in_their_prompts_alone(
+    tmp_path: Path, teacher_folder: Path, student_folder: Path
+) -> None:
+    """Each answer is "yes": only the contents of all turns tell whose records these are."""
+    for name, numbers in (("train", range(100, 116)), ("validation", range(200, 204))):
+        rows = [{"prompt": f"is {37 * n} odd", "response": "yes"} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = {
+        "dataset_path": str(tmp_path / "train.jsonl"),
+        "validation_dataset_path": str(tmp_path / "validation.jsonl"),
+    }
+    keys = {**texts, "save_user_range": False, "shard_targets": 16, "cache_precision": "exact"}
+    config = write_config(tmp_path, teacher_folder, student_folder, tmp_path / "train.jsonl", **keys)
+    distill(config, "collect")
+    before = labels_by_prompt(tmp_path)
+    keys |= {"prompt_format": TEMPLATE, "rebase_dataset": True}
+    config = write_config(tmp_path, teacher_folder, student_folder, tmp_path / "train.jsonl", **keys)
+    distill(config, "collect", "--yes")
+    after = labels_by_prompt(tmp_path)
+    assert after == before and len(after) == 16
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[4:8]))
+    keys |= {"prompt_format": TEMPLATE | {"USER_START": "Question: "}}
+    config = write_config(tmp_path, teacher_folder, student_folder, tmp_path / "train.jsonl", **keys)
+    kept = shards_of(tmp_path / "cache")
+    distill(config, "collect", "--yes", code=2)
+    assert shards_of(tmp_path / "cache") == kept
+
+
+def labels_by_prompt(folder: Path) -> dict[bytes, list[float]]:
+    """The real tokens' logprobs of each training sample, by the digits in it."""
+    found = {}
+    (layer,) = find_layers(folder / "cache" / "dataset" / "train")
+    with Admissions(folder / "cache") as admissions, Layer.load(layer, admissions) as opened:
+        for name in opened.shards:
+            reader = opened.reader(name)
+            for row in range(len(reader)):
+                span = reader.spans(row)[0]
+                prompt = reader.token_ids(row)[span.start : span.end].tobytes()
+                found[prompt] = reader.records(row).label_logprobs[:3].tolist()
+    return found
+
+
+def test_a_cache_of_the_training_split_alone_validates_on_a_part_of_it(downloaded: Path, student_folder: Path) -> None:
+    shutil.rmtree(downloaded / "cache" / "dataset" / "validation")
+    config = write_config(
+        downloaded, downloaded / "none", student_folder, downloaded / "none.jsonl",
+        use_teachers=False, dataset_path=None, teacher_models_folder=None,
+    )  # fmt: skip
+    assert "held out" in distill(config).stdout
+    assert "nothing to collect with" in distill(config, "collect", code=2).stderr
 
 
 def test_several_teachers(tmp_path: Path, student_folder: Path, text_file: Path) -> None:

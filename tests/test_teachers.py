@@ -71,16 +71,17 @@ def test_a_cache_serves_with_one_layer_a_teacher() -> None:
     other = make_spec(weights="x" * 64, teacher="other")
     foreign = make_spec(token_map="f" * 64, teacher="foreign")
     where = Path("dataset")
-    specs = [small, large, other, foreign]
+    specs = [(small, 9), (large, 9), (other, 3), (foreign, 9)]
     found = serving_layers(specs, token_maps=maps, top_k=10, where=where)
     assert [(spec.teacher, spec.top_k, spec.cache_precision) for spec in found] == [
         ("toy teacher", 10, "compact"), ("other", 5, "exact"),
     ]  # fmt: skip
-    assert serving_layers([make_spec(mode="full", top_k=VOCAB)], token_maps=maps, top_k=None, where=where) == [
+    assert serving_layers([(small, 9), (large, 3)], token_maps=maps, top_k=10, where=where) == [small], "most samples"
+    assert serving_layers([(make_spec(mode="full", top_k=VOCAB), 1)], token_maps=maps, top_k=None, where=where) == [
         make_spec(mode="full", top_k=VOCAB)
     ]
     with pytest.raises(InputError, match=r"those of foreign-.* are for other tokens"):
-        serving_layers([foreign], token_maps=maps, top_k=5, where=where)
+        serving_layers([(foreign, 1)], token_maps=maps, top_k=5, where=where)
     with pytest.raises(InputError, match="it holds none"):
         serving_layers([], token_maps=maps, top_k=5, where=where)
 

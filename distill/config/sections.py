@@ -77,7 +77,7 @@ class Cache(Section):
 
     title: ClassVar = "Cache Settings"
 
-    max_cache_size_gb: Positive = key(
+    max_cache_size_gb: Annotated[float, Field(gt=0, le=1e9)] = key(
         10.0, "Most that the cached dataset may take on disk.", unit="GB of 10^9 bytes", flag="-maxgb"
     )
     cache_precision: Literal["exact", "compact"] = key(
@@ -159,7 +159,7 @@ class Collection(Section):
     reserve_vram: tuple[NonNegative, ...] | None = key(
         None, "Memory left free on each GPU while collecting, in the GPUs' order.", unit="GB"
     )
-    teacher_weights: dict[str, NonNegative] = key(
+    teacher_weights: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = key(
         {}, "Weight of each teacher by its folder's name; those not named weigh 1, 0 leaves one out.", decides="result"
     )
     teacher_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(

@@ -23,8 +23,8 @@ _BAD_FOLDER = (*GGUF_ERRORS, RuntimeError, ImportError, ArithmeticError)
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def resolve_device(device: str | None) -> str:
-    """The device to use: as named, else the first GPU, else the CPU. InputError if the named one is absent."""
+def resolve_device(device: str | None, key: str = "device") -> str:
+    """The device to use: as named by ``key``, else the first GPU, else the CPU. InputError if it is absent."""
     import torch
 
     if device is None:
@@ -32,9 +32,11 @@ def resolve_device(device: str | None) -> str:
     try:
         parsed = torch.device(device)
     except RuntimeError as error:
-        raise InputError(f"device: {device!r} is no device; use for example cpu or cuda:0") from error
+        raise InputError(f"{key}: {device!r} is no device; use for example cpu or cuda:0") from error
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device: {device} is not on this machine ({torch.cuda.device_count()} GPUs); use cpu")
+        raise InputError(f"{key}: {device} is not on this machine ({torch.cuda.device_count()} GPUs); use cpu")
+    if parsed.type == "mps" and not torch.backends.mps.is_available():
+        raise InputError(f"{key}: mps is not on this machine; use cpu")
     return "cuda:0" if str(parsed) == "cuda" else str(parsed)
 
 

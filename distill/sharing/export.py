@@ -110,7 +110,9 @@ def _copy(source: Path, target: Path) -> str:
 
 
 def _refuse_existing(out: Path) -> None:
-    if out.exists() or out.is_symlink():
+    with os_errors("look for", out):
+        there = out.exists() or out.is_symlink()
+    if there:
         raise InputError(f"{out}: exists already, and nothing is overwritten; name another place")
 
 
