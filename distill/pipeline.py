@@ -74,7 +74,7 @@ def collect(config: Config, options: RunOptions) -> None:
     if not config.pipeline.use_teachers:
         raise InputError("use_teachers: false leaves nothing to collect with; use train")
     with prepared(config, console) as job:
-        if options.prune:
+        if options.prune and options.yes:
             check_cap(job, survey(job), freed=unused_bytes(job))
         prune(job, options, console)
         rebase(job, options, console)
@@ -135,7 +135,7 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
             raise InputError(
                 "use_teachers: the unfinished run goes in rounds and needs its teachers; --fresh sets it aside"
             )
-        if options.prune and not going_on and exceeds_cap(job, survey(job), freed=unused_bytes(job)):
+        if options.prune and options.yes and not going_on and exceeds_cap(job, survey(job), freed=unused_bytes(job)):
             check_room(job, survey(job), set_free=Journal.own_of(state), freed=unused_bytes(job))
         prune(job, options, console)
         rebase(job, options, console)

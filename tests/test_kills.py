@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -453,4 +454,10 @@ def test_ten_kills_in_rounds(tmp_path: Path, teacher_folder: Path, student_folde
         kills += train(str(number), 10 - kills)
         summary = summary_of(tmp_path / str(number) / "cache")
         assert summary["status"] == "completed" and summary["train"]["steps"] == summary_of(whole)["train"]["steps"]
+        assert parts_of(tmp_path / str(number) / "cache") == parts_of(whole)
         assert same_weights(weights_of(tmp_path / str(number) / "cache"), weights_of(whole))
+
+
+def parts_of(cache: Path) -> list[str]:
+    """Where the parts of a training began, by its log."""
+    return sorted(set(re.findall(r"from sample ([\d,]+) of", (cache / "runs/latest/log.txt").read_text())))

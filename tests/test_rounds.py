@@ -120,7 +120,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return counts
 
 
-@pytest.mark.parametrize("per_round", [1, "all"])
+@pytest.mark.parametrize("per_round", [1, pytest.param("all", marks=pytest.mark.slow)])
 def test_a_small_cap_trains_all_of_the_text(
     tmp_path: Path,
     teacher_folder: Path,
@@ -183,6 +183,7 @@ def test_what_was_there_before_stays_and_counts(
     assert disk_bytes(tmp_path / "cache" / "dataset") <= CAP_GB * 1e9
 
 
+@pytest.mark.slow
 def test_a_second_training_follows_one_in_rounds(
     tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
 ) -> None:
