@@ -5,7 +5,6 @@ any reader sees ordinary gzip (and shuffle) filters. Reading the chunks of the l
 because HDF5's own path costs more than inflating a small chunk. Deflate carries a checksum of each chunk.
 """
 
-import io
 import math
 import zlib
 from collections import OrderedDict
@@ -26,16 +25,15 @@ _STRATEGIES: Mapping[Packing, int] = {
     "symbols": zlib.Z_HUFFMAN_ONLY,
     "runs": zlib.Z_RLE,
 }
-# Deflate changes its code every so many symbols, 4,096 at 6: often enough to follow a matrix from end to end.
-_MEMORY_LEVELS: Mapping[Packing, int] = {"text": 9, "symbols": 6, "runs": 6}
+# Deflate changes its code every 4,096 symbols at 6, twice as many at 7: often enough to follow a matrix to its end.
+_MEMORY_LEVELS: Mapping[Packing, int] = {"text": 9, "symbols": 7, "runs": 6}
 _INFLATED_BYTES = 1 << 18
 
 
 def to_hdf5(arrays: Mapping[str, Stored], header: str) -> bytes:
     """The file's bytes: equal content gives equal bytes."""
-    buffer = io.BytesIO()
     # track_times would put the clock into the file; libver is pinned because its default moves between releases.
-    with h5py.File(buffer, "w", libver=("v110", "v110")) as file:
+    with h5py.File("shard", "w", driver="core", backing_store=False, libver=("v110", "v110")) as file:
         file.attrs["header"] = header
         for name, stored in arrays.items():
             array = stored.array
@@ -56,7 +54,8 @@ def to_hdf5(arrays: Mapping[str, Stored], header: str) -> bytes:
             for index in np.ndindex(*(-(-n // size) for n, size in zip(array.shape, chunk, strict=True))):
                 place = tuple(i * size for i, size in zip(index, chunk, strict=True))
                 dataset.id.write_direct_chunk(place, _deflate(cut_chunk(array, chunk, index), stored.packing))
-    return buffer.getvalue()
+        file.flush()
+        return bytes(file.id.get_file_image())
 
 
 class FileStore:
@@ -66,6 +65,7 @@ class FileStore:
         self._file = file
         self._arrays: dict[str, _StoredArray] = {}
         self._chunks: OrderedDict[tuple[str, tuple[int, ...]], Array] = OrderedDict()
+        self._inflated = 0  # bytes of ``_chunks``
 
     def whole(self, name: str) -> Array:
         """See ``Store.whole``."""
@@ -89,8 +89,9 @@ class FileStore:
         chunk = self._chunks.pop(place, None)
         if chunk is None:
             chunk = self._array(name).chunk(index)
-            while self._chunks and sum(kept.nbytes for kept in self._chunks.values()) + chunk.nbytes > _INFLATED_BYTES:
-                self._chunks.popitem(last=False)
+            self._inflated += chunk.nbytes
+            while self._chunks and self._inflated > _INFLATED_BYTES:
+                self._inflated -= self._chunks.popitem(last=False)[1].nbytes
         self._chunks[place] = chunk
         return chunk
 
@@ -131,10 +132,10 @@ class _StoredArray:
 
 
 def _deflate(chunk: Array, packing: Packing) -> bytes:
-    data = chunk.tobytes()
+    data = chunk.reshape(-1).view(np.uint8)
     if chunk.dtype.itemsize > 1:  # HDF5's shuffle filter: first bytes of all values, then all second ones ...
-        data = np.frombuffer(data, np.uint8).reshape(-1, chunk.dtype.itemsize).T.tobytes()
+        data = np.ascontiguousarray(data.reshape(-1, chunk.dtype.itemsize).T)
     deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, _MEMORY_LEVELS[packing], _STRATEGIES[packing])
-    packed = deflate.compress(data) + deflate.flush()
+    packed = deflate.compress(data.data) + deflate.flush()
     # Level 0 stores: what can't be compressed grows by five bytes in 16 kB and no more.
-    return packed if len(packed) <= len(data) else zlib.compress(data, 0)
+    return packed if len(packed) <= data.nbytes else zlib.compress(data.data, 0)

@@ -39,7 +39,7 @@ from distill.types import FloatArray, Records
 _BLOCK_ENTRIES = 1 << 15  # in a block: more compress a little better, fewer make random reading faster
 _BLOCK_RECORDS = (8, 512)
 _ENCODED_AT_ONCE = 1 << 17  # entries
-_DECODED_AT_ONCE = 1 << 16
+_DECODED_AT_ONCE = 1 << 17
 _NATS = 1024  # units of a nat, for labels and entropies
 _LARGEST, _INFINITE, _UNKNOWN = 65_533, 65_534, 65_535
 
@@ -134,7 +134,7 @@ class CompactDecoder:
         starts, chosen = offsets(orders.lengths), store.whole("record_orders")
         demand(int(starts[-1]) == len(orders.ids), "order_deltas: not the number that order_lengths says")
         demand(int(chosen.max()) < len(orders.lengths), "record_orders: an order that isn't there")
-        self._before = starts[chosen].astype(np.int32) - 1
+        self._before = starts[chosen] - 1
         self._ends = offsets(self.entry_counts)
 
     def records(self, start: int, stop: int) -> Records:
@@ -150,8 +150,9 @@ class CompactDecoder:
     def _decode(self, first: int, last: int, ids: Array, logprobs: Array) -> None:
         """Write the entries of some records."""
         counts = self.entry_counts[first:last]
-        places = np.cumsum(self._gaps.rows(first, last), axis=1, dtype=np.int32)
-        places += self._before[first:last, None]
+        places = self._gaps.rows(first, last)
+        places[:, 0] += self._before[first:last]
+        np.cumsum(places, axis=1, out=places)
         values, top = self._values.rows(first, last, counts)
         if len(ids) == places.size:
             square = ids.reshape(places.shape)
@@ -342,19 +343,18 @@ class _StoredBytes:
         return [(max(start, number * size), min(stop, (number + 1) * size)) for number in bounds]
 
     def rows(self, first: int, last: int) -> Array:
-        """[n, W] of some records: int32, or uint8 where none is large."""
+        """int64 [n, W] of some records: what numpy indexes with."""
         low = np.empty((last - first, self._width), np.uint8)
         blocks = range(first // self._block, -(-last // self._block))
         for number in blocks:
             begin, end = max(first, number * self._block), min(last, (number + 1) * self._block)
             low[begin - first : end - first] = self._cut(number, begin, end)
+        values = low.astype(np.int64)
         start, end = (int(self._starts[number]) for number in (blocks.start, blocks.stop))
-        if start == end:
-            return low
-        start += int(np.count_nonzero(self._cut(blocks.start, blocks.start * self._block, first) == ESCAPE))
-        large = np.flatnonzero(low == ESCAPE)
-        values = low.astype(np.int32)
-        values.reshape(-1)[large] += self._excess[start : start + len(large)].astype(np.int32)
+        if start < end:
+            start += int(np.count_nonzero(self._cut(blocks.start, blocks.start * self._block, first) == ESCAPE))
+            large = np.flatnonzero(low == ESCAPE)
+            values.reshape(-1)[large] += self._excess[start : start + len(large)]
         return values
 
     def _cut(self, number: int, begin: int, end: int) -> Array:

@@ -19,7 +19,7 @@ from distill.types import Records
 MAX_ORDERS = 64
 _TARGETS_PER_ORDER = 512
 _MODEL_IDS = 2048  # the most frequent ids are all that the model looks at
-_MODEL_ENTRIES = 64  # of each record, its first
+_MODEL_ENTRIES = 48  # of each record, its first
 _STAGES = ((32, 3), (128, 2))  # (records in the sample for each order, iterations)
 _SCORE_UNIT = 16.0  # a nat in units of the scores
 _PRIOR = 2.0  # records' worth of overall frequencies that each order's start from
