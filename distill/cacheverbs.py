@@ -38,7 +38,8 @@ def inspect(config: Config, layer: str | None, sample: int) -> None:
             return
         folder = Path(config.paths.student_path)
         tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
-        chosen = choose_layers(_dataset(config), [layer] if layer else [])[0]
+        folders = choose_layers(_dataset(config), [layer] if layer else [])
+        chosen = next((folder for folder in folders if any(folder.glob("*.h5"))), folders[0])
         with Layer.load(chosen, admissions) as opened:
             console.say(f"sample {sample} of {chosen.parent.name}/{chosen.name}:")
             for line in describe_sample(opened, sample, tokenizer):

@@ -1,11 +1,13 @@
 """Durable file operations: what was written is either whole or not there, and its size is known."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from distill.errors import InputError, MachineError, machine_failed
 
@@ -74,6 +76,17 @@ def append_durably(path: Path, data: bytes) -> None:
         if written != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file.fileno())
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file of a model folder. InputError if it can't be read as one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
 
 
 def make_folder(path: Path) -> Path:

@@ -166,10 +166,11 @@ def expected_bytes(works: Iterable[Work], top_k: int | None = None) -> int:
 
 
 def estimated_bytes_per_target(layer: LayerSpec) -> float:
-    """What a target takes before anything is measured: a rule of thumb from benchmarks/codec, for plans."""
-    fixed, per_entry = {"exact": (25.0, 2.7), "compact": (16.0, 1.3)}[layer.cache_precision]
-    # Where all ids are kept none has to be stored.
-    return fixed + layer.top_k * (per_entry / 2 if layer.mode == "full" else per_entry)
+    """What a target takes before anything is measured: rules of thumb from benchmarks/codec, for plans."""
+    exact = layer.cache_precision == "exact"
+    if layer.mode == "full":  # no id has to be stored
+        return 25.0 + layer.top_k * (1.6 if exact else 0.65)
+    return 25.0 + 2.7 * layer.top_k if exact else 16.0 + 1.6 * layer.top_k**0.9
 
 
 def cap_bytes(config: Config) -> int:

@@ -64,7 +64,7 @@ def test_shard_reads_back_bit_for_bit(tmp_path: Path) -> None:
     image = image_of(samples)
     image.seal(tmp_path)
     expected = CODECS["exact"].decode(CODECS["exact"].encode(records, VOCAB))
-    with ShardReader(shard_path(tmp_path, image.info.name), image.info) as reader:
+    with ShardReader(shard_path(tmp_path, image.info.name)) as reader:
         assert len(reader) == 40
         assert same_records(reader.all_records(), expected)
         assert same_records(concat([reader.records(row) for row in range(40)]), expected)

@@ -36,6 +36,24 @@ def test_inspect_says_what_a_cache_is(copied: Path) -> None:
     assert "no such layer" in distill(copied, "inspect", "--layer", "nobody", code=2).stderr
 
 
+def test_inspect_shows_a_sample_of_a_layer_that_has_some(copied: Path) -> None:
+    layer = next(copied.parent.glob("cache/dataset/train/*"))
+    empty = layer.with_name(f"a-first-one-{layer.name[-12:]}")
+    empty.mkdir()
+    shutil.copy(layer / "layer.json", empty)
+    assert f"sample 3 of train/{layer.name}" in distill(copied, "inspect", "--sample", "3").stdout
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_a_lost_layer_file_is_written_anew_by_a_run_that_misses_nothing(copied: Path, text: str | None) -> None:
+    path = next(copied.parent.glob("cache/dataset/train/*/layer.json"))
+    good = path.read_bytes()
+    path.unlink() if text is None else path.write_text(text)
+    done = distill(copied, "collect")
+    assert "layer.json" in done.stdout + done.stderr and path.read_bytes() == good
+    assert "layer.json" not in (done := distill(copied, "collect")).stdout + done.stderr
+
+
 def test_verify_names_a_damaged_shard_and_the_next_run_makes_it_anew(copied: Path) -> None:
     cache = copied.parent / "cache"
     before = shards_of(cache)
@@ -104,6 +122,23 @@ def test_an_import_keeps_to_the_cap(copied: Path, student_folder: Path, text_fil
         done = distill(config, "import", "--from", str(out), code=2 if spare < 0 else 0)
         assert ("max_cache_size_gb" in done.stderr) == (spare < 0)
         assert disk_bytes(folder / "cache" / "dataset") <= needed + spare
+
+
+def test_a_failed_import_leaves_no_layer(copied: Path, student_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "layer.h5"
+    distill(copied, "export", "--out", str(out), "--layer", "train")
+    data = bytearray(out.read_bytes())
+    data[len(data) // 2] ^= 1
+    out.write_bytes(data)
+    config = write_config(tmp_path / "theirs", tmp_path, student_folder, text_file)
+    assert str(out) in distill(config, "import", "--from", str(out), code=2).stderr
+    assert not list((tmp_path / "theirs" / "cache").glob("dataset/*/*"))
+
+
+def test_a_place_that_cannot_be_written_is_not_a_full_disk(copied: Path) -> None:
+    for out in ("/proc/shared", "/proc/layer.h5"):
+        done = distill(copied, "export", "--out", out, "--layer", "train", code=2)
+        assert f"error: {out}: cannot write" in done.stderr and "full" not in done.stderr
 
 
 def test_import_needs_what_it_says(copied: Path, tmp_path: Path) -> None:

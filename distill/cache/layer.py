@@ -76,6 +76,8 @@ class Layer:
         with os_errors("read", folder):
             sizes = {path.stem: path.lstat().st_size for path in folder.glob("*.h5")}
         layer = cls(folder, spec, {n: info for n, info in index.items() if sizes.get(n) == info.bytes}, admissions)
+        if (sizes or (folder / LAYER_FILE).exists()) and (fault := layer._layer_file_fault()):
+            layer.notes.append(f"{fault}; it is derived, and written anew by a run that may write")
         for name in sorted(sizes.keys() - layer.shards.keys()):
             if is_shard_name(name):
                 layer._adopt(name)
@@ -102,7 +104,8 @@ class Layer:
         for path in self.folder.glob(f"*{TEMPORARY_SUFFIX}"):
             if path.is_file():
                 path.unlink(missing_ok=True)
-        self._write_layer_file()
+        if self._layer_file_fault():
+            write_durably(self.folder / LAYER_FILE, self.spec.to_json())
         for name in list(self.shards):
             path = keys_path(self.folder, name)
             if not self.has_key_rows(name):
@@ -142,15 +145,13 @@ class Layer:
                 sync(self.folder)
         self.compact()
 
-    def _write_layer_file(self) -> None:
-        path = self.folder / LAYER_FILE
-        if path.exists():
-            try:
-                read_spec(self.folder)
-                return
-            except InputError as error:
-                self.notes.append(f"{error}; written anew")
-        write_durably(path, self.spec.to_json())
+    def _layer_file_fault(self) -> str:
+        """What is wrong with ``layer.json``; "" if nothing is."""
+        try:
+            read_spec(self.folder)
+        except InputError as error:
+            return str(error)
+        return ""
 
     def _adopt(self, name: str) -> None:
         """Take in a shard that the index lacks or disagrees with, if the gate lets it through."""

@@ -163,17 +163,6 @@ def bytes_bound(
     return _FILE_BYTES + arrays + arrays // 256  # what deflate can't shorten it lengthens by less than that
 
 
-def bytes_estimate(
-    tokens: int, targets: int, top_k: int, vocab_size: int, *, precision: str = "exact", mode: str = "topk"
-) -> int:
-    """What a shard of the default size will take on disk, roughly, from measurements (benchmarks/codec.py)."""
-    if mode == "full":
-        entries = vocab_size * (1.6 if precision == "exact" else 0.3)
-    else:
-        entries = 2.65 * top_k if precision == "exact" else 1.6 * top_k**0.9
-    return round(tokens * 1.7 + targets * (10.0 + entries))
-
-
 def array_types(header: Mapping[str, Any]) -> Mapping[str, tuple[frozenset[str], int]]:
     """What a shard with this header holds: array names, each with the dtypes it may have and its dimensions.
 
@@ -187,15 +176,10 @@ def array_types(header: Mapping[str, Any]) -> Mapping[str, tuple[frozenset[str],
 
 
 class ShardReader:
-    """Reads samples and records of one sealed shard.
+    """Reads samples and records of one sealed shard. Raises InputError naming the file if it is damaged."""
 
-    Opening checks the file's digest where ``info`` is given. Raises InputError naming the file if it is damaged.
-    """
-
-    def __init__(self, path: Path, info: ShardInfo | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        if info is not None:
-            _check_digest(path, info)
         try:
             self._file = h5py.File(path, "r", locking=False)
             codec, self.layer = self._read_header()
@@ -296,16 +280,6 @@ def damaged(path: Path, error: Exception) -> DistillError:
         return MachineError(f"{path}: cannot be read: {error}")
     reason = " ".join(str(error).split())[:200]
     return InputError(f"{path}: damaged shard ({reason}); move it away and collect again")
-
-
-def _check_digest(path: Path, info: ShardInfo) -> None:
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise damaged(path, error) from error
-    if digest != info.sha256:
-        raise damaged(path, ValueError("its SHA-256 differs from the index"))
 
 
 def _codec_of(layer: Mapping[str, Any]) -> Codec | None:

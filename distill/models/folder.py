@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import InputError
-from distill.files import make_folder, os_errors, write_durably
+from distill.files import make_folder, os_errors, read_object, write_durably
 
 # What changes without changing any logit; the compute type has a place of its own.
 _COSMETIC = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -85,17 +85,6 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """
     packed = gguf_file(folder)
     return read_object(folder / "config.json") if packed is None else _read_gguf_config(packed)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. InputError if it can't be read as one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return value
 
 
 def config_digest(folder: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import InputError
-from distill.models.folder import read_object
+from distill.files import read_object
 
 _FILE = "pipeline_config.json"
 _KEYS = ("seq_chunk_len", "batch_size", "completion", "add_bos")

@@ -4,7 +4,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distill.errors import InputError
-from distill.models.folder import gguf_file, read_object
+from distill.files import read_object
+from distill.models.folder import gguf_file
 
 # By the name that a configuration calls its method: what has to be installed. Other methods say it themselves.
 _LIBRARIES = {

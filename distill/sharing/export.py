@@ -62,10 +62,11 @@ def export_folder(folders: Sequence[Path], out: Path, admissions: Admissions) ->
     with ExitStack() as stack:
         layers = [stack.enter_context(Layer.load(folder, admissions)) for folder in folders]
         needed = sum(layer.bytes() for layer in layers)
-        if free_bytes(out) < needed + 16 * BLOCK:
-            raise MachineError(f"{out}: disk full: {needed:,} bytes needed, {free_bytes(out):,} free; free some space")
         entries = []
         with whole_folder(out) as temporary:
+            free = free_bytes(temporary)  # of a place that can be written: others have none either
+            if free < needed + 16 * BLOCK:
+                raise MachineError(f"{out}: disk full: {needed:,} bytes needed, {free:,} free; free some space")
             for layer in layers:
                 where = f"dataset/{layer.folder.parent.name}/{layer.folder.name}"
                 _copy_layer(layer, temporary / where)

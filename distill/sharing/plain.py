@@ -17,7 +17,6 @@ def import_plain(file: PlainFile, layer: Layer, *, budget: Budget, shard_targets
     damaged file or if the cap is reached, MachineError for a full disk; sealed shards stay.
     """
     assert layer.spec.describe() == file.spec.describe(), "another layer than the file's"
-    layer.prepare()
     samples = _largest(file.samples())
     lacking = {sample.where for sample in layer.missing(samples)}
     found = file.read(lacking)
@@ -26,11 +25,14 @@ def import_plain(file: PlainFile, layer: Layer, *, budget: Budget, shard_targets
         # The file's samples and the plan's are in the same order.
         part = list(islice(found, sum(sample.where in lacking for sample in shard)))
         if part:
+            if not targets:  # not before anything of the file was read: a damaged one leaves no empty layer
+                layer.prepare()
             chosen, records = [sample for sample, _ in part], concat([records for _, records in part])
             vocab_size = layer.spec.vocab_size
             seal_image(layer, build_shard(chosen, records, layer=layer.spec.describe(), vocab_size=vocab_size), budget)
             targets += len(records)
-    layer.compact()
+    if targets:
+        layer.compact()
     return len(lacking), targets
 
 

@@ -5,11 +5,11 @@ ids above the crop, and heads that are wider than the tokenizer may differ: they
 """
 
 import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distill.errors import InputError
+from distill.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,16 +101,3 @@ def _named(token: str | None) -> str:
 def is_completion_model(tokenizer: "PreTrainedTokenizerBase", said: bool | None) -> bool:
     """Whether a model continues plain text: what its ``pipeline_config.json`` ``said``, else if it has no template."""
     return not tokenizer.chat_template if said is None else said
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: a JSON object is wanted here")
-    return value

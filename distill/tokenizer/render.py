@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from distill.errors import InputError
-from distill.tokenizer.compat import read_object
+from distill.files import read_object
 from distill.types import Role, Sample, Turn
 
 if TYPE_CHECKING:
