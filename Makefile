@@ -21,7 +21,7 @@ types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
