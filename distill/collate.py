@@ -13,7 +13,7 @@ from distill.types import TokenizedSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """token_ids int64 [B, L], right-padded with 0; the N targets as labels int64 [N] and predict_rows int64 [N].
+    """token_ids int64 [B, L], right-padded with 0; the N targets as labels and predict_rows, both int64 [N].
 
     predict_rows index hidden states flattened to [B * L]: the token at position t is predicted at t - 1. Padding
     lies right of every target, so causal attention needs no mask for it.
@@ -26,6 +26,11 @@ class TokenBatch:
     def to(self, device: str) -> "TokenBatch":
         """The same batch on ``device``."""
         return TokenBatch(self.token_ids.to(device), self.predict_rows.to(device), self.labels.to(device))
+
+    @property
+    def samples(self) -> Tensor:
+        """int64 [N]: the row of each target's sample."""
+        return self.predict_rows // self.token_ids.shape[1]
 
 
 def collate(samples: Sequence[TokenizedSample]) -> TokenBatch:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distill.cache import LayerSpec, Located
 from distill.collate import TokenBatch, collate
+from distill.errors import InputError
 from distill.losses import SparseTargets
 from distill.merge import merge
 from distill.records import concat, select
@@ -30,23 +31,15 @@ _READ_TIMEOUT = 600.0  # seconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A micro-batch: tokens, teacher distributions, and float32 [N] logprob of the real token and entropy."""
+    """A micro-batch: tokens, teacher distributions, and the teacher's float32 [N] logprob of the real token."""
 
     tokens: TokenBatch
     targets: SparseTargets
     label_logprobs: Tensor
-    entropies: Tensor
 
     def to(self, device: str) -> "Batch":
         """The same batch on ``device``."""
-        t = self.targets
-        targets = SparseTargets(
-            labels=t.labels.to(device),
-            entry_ids=t.entry_ids.to(device),
-            entry_logprobs=t.entry_logprobs.to(device),
-            tail_logprobs=t.tail_logprobs.to(device),
-        )
-        return Batch(self.tokens.to(device), targets, self.label_logprobs.to(device), self.entropies.to(device))
+        return Batch(self.tokens.to(device), self.targets.to(device), self.label_logprobs.to(device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +101,21 @@ class CachedSamples:
             tokens=tokens,
             targets=pad(records, tokens.labels),
             label_logprobs=torch.from_numpy(records.label_logprobs),
-            entropies=torch.from_numpy(records.entropies),
         )
+
+    def entropy_quantile(self, quantile: float, rows: npt.NDArray[np.int64]) -> float:
+        """That quantile of the teacher's entropies, in nats, over all targets of the given samples.
+
+        Reads all of their records once. InputError if none is known, as of several teachers.
+        """
+        parts = [self._records([self.samples[row]]).entropies for row in rows.tolist()]
+        known = np.concatenate([part[~np.isnan(part)] for part in parts])
+        if not len(known):
+            raise InputError(
+                "ce_below_entropy_quantile: the cache doesn't know the teacher's entropies (several teachers, or an"
+                " imported cache); leave it at 0"
+            )
+        return float(np.quantile(known, quantile))
 
     def _records(self, samples: Sequence[TokenizedSample]) -> Records:
         """Read and merged for each set of teachers at once, then put back in the samples' order."""
@@ -149,6 +155,7 @@ def pad(records: Records, labels: Tensor) -> SparseTargets:
         entry_ids=torch.from_numpy(ids),
         entry_logprobs=torch.from_numpy(logprobs),
         tail_logprobs=torch.from_numpy(records.tail_logprobs),
+        entropies=torch.from_numpy(records.entropies),
     )
 
 

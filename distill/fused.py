@@ -58,6 +58,19 @@ def fused_loss(
     return cast(Tensor, _FusedLoss.apply(hidden, head.weight, head.bias, work))  # type: ignore[no-untyped-call]
 
 
+def fused_losses(
+    hidden: Tensor, head: Head, targets: SparseTargets, loss_fn: LossFunction, *, chunk_bytes: int | None = None
+) -> Tensor:
+    """``loss_fn`` of each target from hidden [N, H], float32 [N], in chunks and without gradient: one product."""
+    with torch.no_grad():
+        projection = _Projection.of(hidden, head, chunk_bytes)
+        parts = [
+            loss_fn(_take(projection.logits(projection.inputs(hidden[rows])), targets[rows])[0], targets[rows])
+            for rows in projection.chunks(len(hidden))
+        ]
+    return torch.cat(parts)
+
+
 def student_statistics(
     hidden: Tensor, head: Head, targets: SparseTargets, *, chunk_bytes: int | None = None
 ) -> StudentStatistics:
@@ -80,12 +93,17 @@ def student_statistics(
 
 def dense_loss(logits: Tensor, targets: SparseTargets, loss_fn: LossFunction, *, scale: float) -> Tensor:
     """As :func:`fused_loss`, by plain autograd on logits [N, V], for models whose head isn't understood."""
+    return scale * dense_losses(logits, targets, loss_fn).sum()
+
+
+def dense_losses(logits: Tensor, targets: SparseTargets, loss_fn: LossFunction) -> Tensor:
+    """``loss_fn`` of each target from logits [N, V], float32 [N]."""
     z, ids = logits.float(), targets.kept_ids
     others = z.scatter(1, ids, -torch.inf)
     has_rest = (others > -torch.inf).any(1)
     rest_lse = others.masked_fill(~has_rest[:, None], 0.0).logsumexp(1).masked_fill(~has_rest, -torch.inf)
     scores = StudentScores(z.gather(1, ids), rest_lse, z.gather(1, targets.labels[:, None]).squeeze(1))
-    return scale * loss_fn(scores, targets).sum()
+    return loss_fn(scores, targets)
 
 
 def dense_statistics(logits: Tensor, targets: SparseTargets) -> StudentStatistics:

@@ -12,9 +12,17 @@ from torch import Tensor, nn
 
 from distill.collate import TokenBatch
 from distill.errors import InputError
-from distill.fused import StudentStatistics, dense_loss, dense_statistics, fused_loss, student_statistics
+from distill.fused import (
+    StudentStatistics,
+    dense_loss,
+    dense_losses,
+    dense_statistics,
+    fused_loss,
+    fused_losses,
+    student_statistics,
+)
 from distill.head import UNKNOWN_HEAD, find_head, hidden_states, verified_head
-from distill.losses import LossFunction, SparseTargets
+from distill.losses import LossFunction, SparseTargets, Weighing
 from distill.models import load_causal_lm, quiet_transformers, saved_folder, stored_dtype, torch_dtype, weight_files
 from distill.tokenizer import load_tokenizer
 
@@ -58,14 +66,31 @@ class Student:
         """What is trained."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def loss(self, tokens: TokenBatch, targets: SparseTargets, loss: LossFunction, *, scale: float) -> Tensor:
-        """``scale`` times the sum of ``loss`` over the batch's targets, float32 []."""
+    def loss(
+        self,
+        tokens: TokenBatch,
+        targets: SparseTargets,
+        loss: LossFunction,
+        *,
+        scale: float,
+        weighing: Weighing | None = None,
+    ) -> Tensor:
+        """``scale`` times the sum of ``loss`` over the batch's targets, float32 [], each weighed by ``weighing``."""
         with self._autocast():
             if not self._known_head:
-                return dense_loss(self._own_logits(tokens), targets, loss, scale=scale)
+                logits = self._own_logits(tokens)
+                if weighing is not None:
+                    targets = weighing.weigh(
+                        targets, dense_losses(logits.detach(), targets, weighing.by), tokens.samples
+                    )
+                return dense_loss(logits, targets, loss, scale=scale)
             # Found anew each time: the weights may have been replaced.
             head = find_head(self.model, self.spec.vocab_size)
-            return fused_loss(self._target_hidden(tokens), head, targets, loss, scale=scale)
+            hidden = self._target_hidden(tokens)
+            if weighing is not None:
+                values = fused_losses(hidden, head, targets, weighing.by)
+                targets = weighing.weigh(targets, values, tokens.samples)
+            return fused_loss(hidden, head, targets, loss, scale=scale)
 
     @torch.no_grad()
     def statistics(self, tokens: TokenBatch, targets: SparseTargets) -> StudentStatistics:

@@ -226,7 +226,7 @@ def test_unknown_values_never_reach_the_loss() -> None:
             unknown = np.full(len(records), np.nan, np.float32)
             share.source.records[key] = replace(records, label_logprobs=unknown, entropies=unknown)
     batch = data.batch(range(12))
-    assert batch.label_logprobs.isnan().all() and batch.entropies.isnan().all()
+    assert batch.label_logprobs.isnan().all() and batch.targets.entropies.isnan().all()
     logits = torch.randn(len(batch.targets), VOCAB, generator=torch.Generator().manual_seed(0)).requires_grad_()
     for name in LOSSES:
         loss = dense_loss(logits, batch.targets, build_loss(name), scale=1.0)

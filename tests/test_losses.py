@@ -1,7 +1,9 @@
 """Divergences against the float64 reference, and everything that made others' losses NaN."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +14,33 @@ from torch.nn import functional as F
 
 from distill.fused import fused_loss
 from distill.head import Head
-from distill.losses import LOSSES, SparseTargets, StudentScores, build_loss, ce, kl, outcome_logprobs, student_lse
+from distill.losses import (
+    LOSSES,
+    LossFunction,
+    LossParameters,
+    SparseTargets,
+    StudentScores,
+    Tail,
+    Weighing,
+    build_loss,
+    ce,
+    kl,
+    outcome_logprobs,
+    student_lse,
+)
 from distill.teacher import top_k_statistics
-from tests.dense_reference import REFERENCES, make_targets, reference_kl
+from tests.dense_reference import (
+    DIVERGENCES,
+    REFERENCES,
+    jsd_of,
+    kl_of,
+    make_targets,
+    reference_divergence,
+    reference_kl,
+    reference_kl_tail,
+    reverse_kl_of,
+    skew_kl_of,
+)
 
 V = 23
 
@@ -245,3 +271,122 @@ def test_outcome_logprobs_are_two_distributions() -> None:
     for logprobs in (teacher, student):
         torch.testing.assert_close(logprobs.exp().sum(1), torch.ones(4))
         assert logprobs[1, 3:6].eq(-torch.inf).all()
+
+
+# -- the other divergences, tails, mixes and weights -----------------------------------------------------------------
+
+
+def checked(loss: LossFunction, reference: Callable[[Tensor], Tensor], logits: Tensor, targets: SparseTargets) -> None:
+    """Values and gradients against float64."""
+    leaf = logits.clone().requires_grad_()
+    losses = loss(make_scores(leaf, targets), targets)
+    exact = logits.double().requires_grad_()
+    expected = reference(exact)
+    torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-5, atol=5e-6)
+    gradients = torch.autograd.grad(losses.sum(), leaf)[0], torch.autograd.grad(expected.sum(), exact)[0]
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("k", [1, 5, V])
+@pytest.mark.parametrize("tail", ["renormalise", "drop", "to_target"])
+def test_what_becomes_of_the_tail_in_kl(tail: Tail, k: int, temperature: float) -> None:
+    targets, logits = make_targets(6, V, k, counts=[k, max(1, k // 2), 1, k, k, k]), make_logits(6)
+    targets.labels[1] = next(v for v in range(V) if v not in targets.kept_ids[1])  # a label that isn't kept
+    loss = build_loss("kl", temperature=temperature, tail=tail)
+    checked(loss, lambda z: reference_kl_tail(z, targets, temperature, tail), logits, targets)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_over_the_kept_ids_of_both(name: str, temperature: float) -> None:
+    targets, logits = make_targets(4, V, 5, counts=[5, 2, 1, 5]), make_logits(4)
+    loss = build_loss(name, temperature=temperature, tail="renormalise")
+    of = DIVERGENCES[name]
+    checked(loss, lambda z: reference_divergence(of, z, targets, temperature, "renormalise"), logits, targets)
+
+
+@pytest.mark.parametrize("k", [5, V])
+@pytest.mark.parametrize(
+    ("name", "parameters", "of"),
+    [
+        ("jsd", LossParameters(jsd_beta=0.9), partial(jsd_of, beta=0.9)),
+        ("skew_kl", LossParameters(skew_alpha=0.0), kl_of),
+        ("skew_kl", LossParameters(skew_alpha=0.6), partial(skew_kl_of, alpha=0.6)),
+        ("skew_reverse_kl", LossParameters(skew_alpha=0.0), reverse_kl_of),
+        ("ab", LossParameters(ab_alpha=1.0, ab_beta=0.0), kl_of),
+        ("ab", LossParameters(ab_alpha=0.0, ab_beta=1.0), reverse_kl_of),
+        ("ab", LossParameters(ab_alpha=0.5, ab_beta=0.5), lambda t, p: 2 * ((t.sqrt() - p.sqrt()) ** 2).sum()),
+        ("ab", LossParameters(ab_alpha=0.0, ab_beta=0.0), lambda t, p: 0.5 * ((t.log() - p.log()) ** 2).sum()),
+        (
+            "ab",
+            LossParameters(ab_alpha=0.5, ab_beta=0.0),
+            lambda t, p: 4 * (t.sqrt() * (t / p).log() / 2 - t.sqrt() + p.sqrt()).sum(),
+        ),
+        (
+            "ab",
+            LossParameters(ab_alpha=0.0, ab_beta=0.5),
+            lambda t, p: 4 * (p.sqrt() * (p / t).log() / 2 - p.sqrt() + t.sqrt()).sum(),
+        ),
+    ],
+)
+def test_parameters_and_their_limits(
+    name: str, parameters: LossParameters, of: Callable[[Tensor, Tensor], Tensor], k: int
+) -> None:
+    targets, logits = make_targets(4, V, k), make_logits(4)
+    loss = build_loss(name, parameters=parameters)
+    checked(loss, lambda z: reference_divergence(of, z, targets), logits, targets)
+
+
+@pytest.mark.parametrize("a", [1e-4, 1e-3])
+def test_the_limits_of_ab_are_where_it_goes(a: float) -> None:
+    targets, logits = make_targets(4, V, 5), make_logits(4)
+    scores = make_scores(logits.double(), targets)
+    for at_zero, near in (((0.5, 0.0), (0.5, a)), ((0.0, 0.5), (a, 0.5))):
+        limit, value = (
+            build_loss("ab", parameters=LossParameters(ab_alpha=x, ab_beta=y))(scores, targets)
+            for x, y in (at_zero, near)
+        )
+        torch.testing.assert_close(value, limit, rtol=60 * a, atol=1e-2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(name: str, temperature: float) -> None:
+    teacher = make_logits(4).log_softmax(1)
+    top = teacher.topk(5)
+    tails = teacher.scatter(1, top.indices, -torch.inf).logsumexp(1)
+    targets = SparseTargets(torch.zeros(4, dtype=torch.int64), top.indices, top.values, tails)
+    losses, gradient = value_and_gradient(name, teacher, targets, temperature)
+    assert losses.abs().max() < 1e-5
+    assert name == "tvd" or gradient.abs().max() < 1e-5
+
+
+def test_a_mix_is_the_weighted_sum() -> None:
+    targets, logits = make_targets(4, V, 5), make_logits(4)
+    scores = make_scores(logits, targets)
+    mix = {"kl": 0.7, "reverse_kl": 0.2, "ce": 0.3}
+    expected = sum(weight * build_loss(name, temperature=2.0)(scores, targets) for name, weight in mix.items())
+    torch.testing.assert_close(build_loss(mix, temperature=2.0)(scores, targets), expected)
+
+
+def test_sure_targets_learn_the_text() -> None:
+    entropies = torch.tensor([0.1, 0.5, 2.0, torch.nan])
+    targets, logits = replace(make_targets(4, V, 5), entropies=entropies), make_logits(4)
+    scores = make_scores(logits, targets)
+    losses = build_loss("kl", ce_below_entropy=0.5)(scores, targets)
+    expected = torch.cat([ce(scores, targets)[:1], kl(scores, targets)[1:]])
+    torch.testing.assert_close(losses, expected)
+
+
+def test_weights_of_targets_by_their_divergence() -> None:
+    targets = make_targets(5, V, 5)
+    samples, d = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([1.0, 4.0, 0.0, 0.0, 3.0])
+    weighing = Weighing(kl, alpha=2.0)
+    weighed = weighing.weigh(targets, d, samples)
+    assert weighed.weights is not None and weighed.weights.tolist() == pytest.approx([1.25**2, 4.0, 1.0, 1.0, 4.0])
+    scores = make_scores(make_logits(5), targets)
+    torch.testing.assert_close(build_loss("kl")(scores, weighed), kl(scores, targets) * weighed.weights)
+    none = Weighing(kl, alpha=0.0).weigh(targets, d, samples)
+    assert none.weights is not None and none.weights.tolist() == [1.0] * 5
+    assert weighed[1:3].weights is not None and len(weighed[1:3].weights) == 2
