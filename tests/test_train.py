@@ -12,10 +12,11 @@ from distill.cache import Layer, build_shard
 from distill.config import Config
 from distill.dataloader import CachedSamples, TeacherShare
 from distill.errors import InputError
+from distill.progress import TrainPaths, TrainReport
 from distill.report import Console, RunFolder
 from distill.report.tracker import NoTracker
 from distill.student import Student, StudentSpec
-from distill.train import Interrupted, Trainer, TrainPaths, TrainReport, plan_steps, stop_signal
+from distill.train import Interrupted, Trainer, plan_steps, stop_signal
 from tests.helpers import make_records, make_samples, make_spec
 from tests.toys import make_model_folder
 
