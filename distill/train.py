@@ -183,9 +183,9 @@ class Trainer:
         return metrics
 
     def _not_finite(self, what: str, number: int, losses: Sequence[Tensor]) -> InputError:
-        """The error of step ``number``, with the samples of the micro-batches whose loss isn't finite, or of all."""
+        """The error of step ``number``, with the samples of micro-batches whose loss is no number, or of all."""
         _, micro_batches = next(self._plan.steps(number, number))
-        bad = [rows for rows, loss in zip(micro_batches, losses, strict=True) if not bool(torch.isfinite(loss))]
+        bad = [rows for rows, loss in zip(micro_batches, losses, strict=False) if not bool(torch.isfinite(loss))]
         places = [self._data.samples[row].where for rows in bad or micro_batches for row in rows]
         more = f" and {len(places) - _NAMED_SAMPLES} more" if len(places) > _NAMED_SAMPLES else ""
         return InputError(
