@@ -173,11 +173,10 @@ class Trainer:
         metrics = {
             "loss": float(loss),
             "lr": lr,
+            "grad_norm": float(grad_norm),
             "targets": step.num_targets,
             "tokens_per_second": step.num_tokens / max(seconds, 1e-9),
         }
-        if not overflow:
-            metrics["grad_norm"] = float(grad_norm)
         if self._scaler.is_enabled():
             metrics["loss_scale"] = factor
         return metrics
