@@ -94,7 +94,8 @@ class Trainer:
         """Train to the end, from the newest saved state if there is one, and export the final student.
 
         With ``until``, a step before the end, the state is saved there instead. Raises
-        Interrupted after a signal (the state is saved), InputError if the loss is no longer finite.
+        Interrupted after a signal (the state is saved), InputError if the loss is no longer finite or the saved
+        training had another number of steps.
         """
         resumed = self._resume(console)
         run_folder.cut_metrics(-1 if resumed is None else resumed)
@@ -105,10 +106,9 @@ class Trainer:
             self._paths.export_best(student)  # a kill may have come between the state and this
         student.model.train()
         last_save = time.monotonic()
-        first, last = progress.step + 1, min(total, until or total)
-        steps = iter(()) if self._done() else load_steps(self._data, self._plan, first=first, last=last)
+        first, last = progress.step + 1, progress.step if self._done() else min(total, until or total)
         with stop_signal() as stop, console.progress("training", total, "steps", done=progress.step) as bar:
-            for step in steps:
+            for step in load_steps(self._data, self._plan, first=first, last=last):
                 metrics = self._train_step(step)
                 bar.advance(1, f"loss {metrics['loss']:.4f} lr {metrics['lr']:.2e}")
                 self._log("train", metrics, run_folder, tracker)

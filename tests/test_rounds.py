@@ -243,7 +243,7 @@ def test_random_caps(
 @pytest.mark.parametrize(
     ("changes", "steps", "said"),
     [
-        ({"max_steps": 3}, 3, ""),
+        pytest.param({"max_steps": 3}, 3, "", marks=pytest.mark.slow),
         # Nothing is learned, so no validation is better than the first one: two later ones end it.
         ({"lr": 1e-30, "early_stop_patience": 2, "validate_every_n_epochs": 0.1}, None, "stopped early at step"),
     ],
