@@ -36,6 +36,8 @@ class TrainPaths:
         Its state has to be saved already: if a kill comes before the end of this, the resume begins with it again.
         """
         new = self.export(f"best.new{TEMPORARY_SUFFIX}")
+        if new.exists():  # a killed start's, perhaps of another step
+            remove_folder(new)
         student.export(new)
         replace_folder(new, self.export("best"))
 

@@ -2,8 +2,11 @@
 
 import json
 import math
+import multiprocessing
 import os
+import random
 import signal
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -200,6 +203,37 @@ def test_a_kill_at_any_step_costs_nothing(
         assert bench.records("train") == expected and bench.records("validation") == validations
         assert bench.weights(f"cut{step}_final") == bench.weights("whole_final")
         assert resumed.after == whole.after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_sigkill_at_random_instants(bench: Bench, optimizer: str) -> None:
+    """Inside steps, saves, exports and swaps alike: the student and the best one are those of an unharmed run."""
+    keys: dict[str, object] = {
+        "optimizer": optimizer, "num_epochs": 10, "num_warmup_steps": 4, "save_state_every_minutes": 0,
+        "save_best_student": True, "save_student_every_n_epochs": 0.5, "keep_students": 2,
+    }  # fmt: skip
+    began = time.monotonic()
+    bench.train("whole", **keys)
+    duration, expected = time.monotonic() - began, bench.records("train")
+    chooser, kills = random.Random(7), 0
+    forked = multiprocessing.get_context("fork")
+    while True:
+        child = forked.Process(target=bench.train, args=("cut",), kwargs=keys)
+        child.start()
+        if kills < 8:
+            child.join(chooser.uniform(0.03, 0.3) * duration)
+            if child.is_alive():
+                child.kill()
+        child.join(60)
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        kills += 1
+    assert kills >= 3 and bench.records("train") == expected
+    for export in ("final", "best", "step_18", "step_19"):
+        assert bench.weights(f"cut_{export}") == bench.weights(f"whole_{export}")
+    assert len([name for name in bench.exports() if name.startswith("cut") and not name.endswith(".tmp")]) == 4
 
 
 def test_a20_a_resumed_epoch_has_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
