@@ -161,11 +161,12 @@ def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], nu
 
 def _fill_bitsandbytes(optimizer: Any, states: Mapping[int, Mapping[str, Any]]) -> None:
     """Fill states that it makes itself: they hold its constant tables, and paged ones are paged again."""
-    places = [(group, parameter, i, j) for i, group in enumerate(optimizer.param_groups)
-              for j, parameter in enumerate(group["params"])]  # fmt: skip
+    places = [(i, j) for i, group in enumerate(optimizer.param_groups) for j in range(len(group["params"]))]
     optimizer.state.clear()
     for index, saved in states.items():
-        group, parameter, i, j = places[index]
+        i, j = places[index]
+        group = optimizer.param_groups[i]
+        parameter = group["params"][j]
         optimizer.init_state(group, parameter, i, j)
         state = optimizer.state[parameter]
         if set(state) - _CONSTANT != set(saved):
