@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from distill.errors import InputError
 from distill.files import TEMPORARY_SUFFIX
 from distill.models import saved_folder
+from distill.optim import load_optimizer_state, optimizer_state
 
 _MODEL, _OPTIMIZER, _META = "model.safetensors", "optimizer.safetensors", "state.json"
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
@@ -29,12 +30,13 @@ _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """A saved state. ``meta`` is whatever JSON the trainer keeps beside the tensors."""
+    """A saved state. ``meta`` is whatever JSON the trainer keeps beside the tensors, ``numbers`` the optimizer's."""
 
     step: int
     meta: dict[str, Any]
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    numbers: dict[str, float]
 
 
 def save_state(folder: Path, *, step: int, meta: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
@@ -44,8 +46,10 @@ def save_state(folder: Path, *, step: int, meta: Mapping[str, Any], model: nn.Mo
         return  # the state that this run resumed from
     with saved_folder(final) as temporary:
         save_file(_model_tensors(model), temporary / _MODEL)
-        save_file(_optimizer_tensors(optimizer) | _rng_tensors(), temporary / _OPTIMIZER)
-        body = {"step": step, "meta": dict(meta), "files": {n: _digest(temporary / n) for n in (_MODEL, _OPTIMIZER)}}
+        tensors, numbers = optimizer_state(optimizer)
+        save_file(tensors | _rng_tensors(), temporary / _OPTIMIZER)
+        files = {name: _digest(temporary / name) for name in (_MODEL, _OPTIMIZER)}
+        body = {"step": step, "meta": dict(meta), "numbers": numbers, "files": files}
         (temporary / _META).write_text(json.dumps({"body": body, "sha256": _json_digest(body)}))
     for path in _states(folder):
         if path != final:
@@ -68,7 +72,8 @@ def newest_state(folder: Path) -> TrainState | None:
         for name, digest in body["files"].items():
             if _digest(path / name) != digest:
                 raise ValueError(f"{name} isn't what was saved")
-        return TrainState(body["step"], body["meta"], load_file(path / _MODEL), load_file(path / _OPTIMIZER))
+        model, optimizer = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
+        return TrainState(body["step"], body["meta"], model, optimizer, body["numbers"])
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise InputError(f"{path}: damaged training state ({error}); start again with --fresh") from error
 
@@ -86,18 +91,14 @@ def restore(state: TrainState, model: nn.Module, optimizer: Optimizer) -> None:
     for index in range(torch.cuda.device_count()):
         if f"{_CUDA_RNG}.{index}" in tensors:
             torch.cuda.set_rng_state(tensors.pop(f"{_CUDA_RNG}.{index}"), index)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_CUDA_RNG)}
     targets = _model_tensors(model)
     if {name: t.shape for name, t in targets.items()} != {name: t.shape for name, t in state.model.items()}:
         raise InputError("the training state belongs to another student; start again with --fresh")
     with torch.no_grad():
         for name, tensor in targets.items():
             tensor.copy_(state.model[name])
-    per_parameter: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        number, _, key = name.partition(".")
-        if number.isdigit():
-            per_parameter.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({"state": per_parameter, "param_groups": optimizer.state_dict()["param_groups"]})
+    load_optimizer_state(optimizer, tensors, state.numbers)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -110,11 +111,6 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
     return tensors
-
-
-def _optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    states = optimizer.state_dict()["state"]
-    return {f"{index}.{key}": tensor for index, state in states.items() for key, tensor in state.items()}
 
 
 def _rng_tensors() -> dict[str, Tensor]:

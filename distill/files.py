@@ -69,6 +69,30 @@ def whole_folder(path: Path) -> Iterator[Path]:
         sync(path.parent)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder; a kill leaves it whole or under a temporary name, never half."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with os_errors("remove", path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        path.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Give the whole folder ``new`` the name ``path``, whose old one is removed then.
+
+    A kill in between leaves no ``path`` but all of ``new``.
+    """
+    old = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
+    with os_errors("replace", path):
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+        sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def append_durably(path: Path, data: bytes) -> None:
     """Append ``data`` in one write and fsync it."""
     with os_errors("write", path), path.open("ab", buffering=0) as file:

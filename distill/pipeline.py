@@ -18,8 +18,10 @@ from distill.filling import CacheUse, cached_samples, collect_all
 from distill.journal import Journal
 from distill.lock import lock
 from distill.models import release_memory
+from distill.optim import check_optimizer, paging_note
 from distill.planning import Work, check_cap, describe_cost, explain, planned_work, survey
 from distill.prepare import Job, prepared
+from distill.progress import TrainPaths, TrainReport
 from distill.pruning import describe_unused, prune, unused, unused_bytes
 from distill.rebase import rebase
 from distill.report import (
@@ -52,7 +54,7 @@ from distill.runs import (
 )
 from distill.splits import SPLITS, Split
 from distill.student import Student
-from distill.train import Trainer, TrainPaths, TrainReport, describe, make_schedule, plan_steps
+from distill.train import Trainer, describe, make_schedule, plan_steps, total_steps
 from distill.train import evaluate as evaluate_student
 
 # -- verbs -----------------------------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ def plan(config: Config, options: RunOptions) -> None:
         for line in (*explain(job), *describe_cost(job, works), *describe_unused(unused(job))):
             console.say(line)
         steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
-        console.say(f"training: {steps.total_steps:,} steps, {steps.steps_per_epoch:,} an epoch")
+        console.say(f"training: {total_steps(job.config.training, steps):,} steps, {steps.steps_per_epoch:,} an epoch")
 
 
 def _settled_for_plan(config: Config, options: RunOptions, console: Console) -> Config:
@@ -127,7 +129,7 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
     config = settle(given, options)
     state = state_folder(config)
     with prepared(config, console) as job, lock(state.with_name(f"{state.name}.lock")), ExitStack() as collecting:
-        _check_schedule(job, console)
+        _check_training(job, console)
         if settle(given, options) != config:
             raise InputError(f"{state}: another start came first; start again")
         going_on = Journal.exists(state) and not options.fresh
@@ -182,10 +184,22 @@ def _check_readable(job: Job) -> None:
             cached_samples(job, split, stack)
 
 
-def _check_schedule(job: Job, console: Console) -> None:
-    steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
-    schedule = make_schedule(job.config.training, steps.total_steps)
-    if steps.total_steps == 1 and not schedule.lr(1):
+def _check_training(job: Job, console: Console) -> None:
+    """Optimizer and schedule, before any work is done; InputError if they don't fit."""
+    training = job.config.training
+    check_optimizer(
+        training.optimizer,
+        betas=training.betas,
+        eps=training.eps,
+        momentum=training.momentum,
+        alpha=training.rmsprop_alpha,
+    )
+    note = paging_note(training.optimizer, job.student.device)
+    if note:
+        console.say(note)
+    total = total_steps(training, plan_steps(training, job.splits["train"].samples, job.config.pipeline.seed))
+    schedule = make_schedule(training, total)
+    if total == 1 and not schedule.lr(1):
         console.warn(
             "the only step of this training has a learning rate of 0: give more epochs or samples, or a final_lr"
         )
@@ -199,7 +213,7 @@ def _train_in_rounds(
     rounds = Rounds(stage.job, stage.state, works, stage.console, log=log, inherited=inherited)
     resumed_from = saved_step(stage.state)
     report: TrainReport | None = None
-    while report is None or report.steps < report.total_steps:
+    while report is None or not report.finished:
         visit = rounds.collect_next(report.steps if report else resumed_from or 0)
         with rounds.next_one_meanwhile(visit):
             report = stage.train(tracker, rounds.segments, rows=rounds.rows(visit), until=visit.last)

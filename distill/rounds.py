@@ -125,7 +125,7 @@ class Rounds:
         What goes wrong with it ends the block as a signal would, and is raised here.
         """
         assert visit.last is not None, "only a collected part is trained on"
-        if not self._overlaps or visit.last == self._total_steps():
+        if not self._overlaps or visit.last >= self._total_steps():
             yield
             return
         rows = self.rows(visit)
@@ -298,7 +298,8 @@ class Rounds:
         return open_budget(self._job.config, [self._own_layer(teacher) for teacher in self._job.teachers])
 
     def _total_steps(self) -> int:
-        return -(-len(self._samples) // self._parts.samples_per_step) * self._parts.num_epochs
+        steps = -(-len(self._samples) // self._parts.samples_per_step) * self._parts.num_epochs
+        return min(steps, self._job.config.training.max_steps or steps)
 
     def _no_room(self, budget: Budget) -> InputError:
         cap = cap_bytes(self._job.config)

@@ -81,7 +81,8 @@ def finish_run(state: Path, run: Run, *, keep_state: bool) -> None:
 def deciding(config: Config) -> dict[str, Any]:
     """The keys that decide the trained student, as JSON has them."""
     keys = config.deciding("result")
-    if config.training.lr_scheduler in OBSERVING:
+    training = config.training
+    if training.lr_scheduler in OBSERVING or training.early_stop_patience or training.save_best_student:
         keys["validate_every_n_epochs"] = config.training.validate_every_n_epochs
     return dict(json.loads(json.dumps(keys)))
 
@@ -134,7 +135,8 @@ def new_run(config: Config, identity: dict[str, str]) -> Run:
     exports, stem = make_folder(export_folder(config)), Path(config.paths.student_path or "student").name
     for number in itertools.count(1):
         name = stem if number == 1 else f"{stem}-{number}"
-        taken = any(path.name == f"{name}_final" or path.name.startswith(f"{name}_step_") for path in exports.iterdir())
+        finished = (f"{name}_final", f"{name}_best")
+        taken = any(path.name in finished or path.name.startswith(f"{name}_step_") for path in exports.iterdir())
         if not taken and _reserve(exports / f".{name}.reserved", owner=str(state_folder(config))):
             return Run(deciding(config), identity, name, folder="")
     raise AssertionError("numbers don't end")

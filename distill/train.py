@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from types import FrameType
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from distill.checkpoint import newest_state, restore, save_state
+from distill.checkpoint import newest_state, restore, save_state, saved_step
 from distill.collate import token_batches
 from distill.config import Training
 from distill.dataloader import CachedSamples, OptimizerStep, Segment, StepPlan, load_steps
@@ -22,52 +22,13 @@ from distill.errors import InputError
 from distill.evaluate import MetricSums, batch_metrics
 from distill.losses import build_loss
 from distill.optim import Schedule, build_optimizer, build_schedule
+from distill.progress import Progress, TrainPaths, TrainReport
 from distill.report import Console, RunFolder, Tracker
 from distill.student import Student
 from distill.types import TokenizedSample
 
 _VALIDATION_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TrainPaths:
-    """Where a run keeps its state and puts its students: ``exports/<name>_step_<n>`` and ``…_final``."""
-
-    state: Path
-    exports: Path
-    name: str
-
-    def export(self, what: str) -> Path:
-        """The folder of an export."""
-        return self.exports / f"{self.name}_{what}"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainReport:
-    """What a training did, over all its starts; ``seconds`` are those of its steps, without validation and saving."""
-
-    steps: int
-    total_steps: int
-    seconds: float
-    tokens: int
-    targets: int
-    peak_memory_bytes: int
-    resumed_from_step: int | None
-    before: dict[str, float]
-    after: dict[str, float]
-    student: Path
-
-
-@dataclass(slots=True)
-class Progress:
-    """Everything that grows during a training and survives a kill; ``step`` counts finished optimizer steps."""
-
-    step: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    targets: int = 0
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
+_NAMED_SAMPLES = 8
 
 
 class Interrupted(KeyboardInterrupt):
@@ -109,10 +70,21 @@ class Trainer:
         self._validation = validation
         self._paths = paths
         self._plan = plan
-        self._schedule = make_schedule(config, self._plan.total_steps)
+        self._total = total_steps(config, plan)
+        self._schedule = make_schedule(config, self._total)
         self._optimizer = build_optimizer(
-            student.model, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            student.model,
+            config.optimizer,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            alpha=config.rmsprop_alpha,
         )
+        # Small gradients would be zero in fp16: they are made larger until just before they are used.
+        scaled, device = config.training_precision == "fp16", torch.device(student.spec.device)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self._loss = build_loss(config.loss, temperature=config.temperature)
         self._progress = Progress()
 
@@ -122,75 +94,118 @@ class Trainer:
         """Train to the end, from the newest saved state if there is one, and export the final student.
 
         With ``until``, a step before the end, the state is saved there instead. Raises
-        Interrupted after a signal (the state is saved), InputError if the loss is no longer finite.
+        Interrupted after a signal (the state is saved), InputError if the loss is no longer finite or the saved
+        training had another number of steps.
         """
         resumed = self._resume(console)
         run_folder.cut_metrics(-1 if resumed is None else resumed)
-        student, progress, total = self._student, self._progress, self._plan.total_steps
-        until = total if until is None else until
+        student, progress, total = self._student, self._progress, self._total
         if resumed is None:
             progress.before = self._validate(run_folder, tracker, console)
+        elif self._is_best():
+            self._paths.export_best(student)  # a kill may have come between the state and this
         student.model.train()
         last_save = time.monotonic()
-        first = progress.step + 1
+        first, last = progress.step + 1, progress.step if self._done() else min(total, until or total)
         with stop_signal() as stop, console.progress("training", total, "steps", done=progress.step) as bar:
-            for step in load_steps(self._data, self._plan, first=first, last=until):
+            for step in load_steps(self._data, self._plan, first=first, last=last):
                 metrics = self._train_step(step)
                 bar.advance(1, f"loss {metrics['loss']:.4f} lr {metrics['lr']:.2e}")
                 self._log("train", metrics, run_folder, tracker)
                 if self._due(self._config.validate_every_n_epochs) or progress.step == total:
                     progress.after = self._validate(run_folder, tracker, console)
-                if self._due(self._config.save_student_every_n_epochs) and progress.step < total:
-                    student.export(self._paths.export(f"step_{progress.step}"))
+                if self._due(self._config.save_student_every_n_epochs) and not self._done():
+                    self._paths.export_step(student, progress.step, keep=self._config.keep_students)
                 minutes, stopping = (time.monotonic() - last_save) / 60, stop.is_set()
-                if stopping or minutes >= self._config.save_state_every_minutes:
+                if stopping or minutes >= self._config.save_state_every_minutes or self._is_best():
                     self._save(run_folder)
                     last_save = time.monotonic()
-                if stopping and progress.step < total:
+                if self._is_best():
+                    self._paths.export_best(student)
+                if self._done():
+                    break
+                if stopping:
                     raise Interrupted(f"stopped at step {progress.step} of {total}; the state is saved")
-        final = self._paths.export("final")
-        if until < total:
+        if not self._done():
             self._save(run_folder)
-            return self._report(final, resumed)
-        student.export(final)
+            return self._report(resumed)
+        if progress.step < total:
+            best = f"no validation was better than that of step {progress.best_step}"
+            console.say(f"stopped early at step {progress.step}: {best}")
+        student.export(self._paths.export("final"))
         if self._config.save_final_state:
             self._save(run_folder)
-        return self._report(final, resumed)
+        return self._report(resumed)
 
     def _train_step(self, step: OptimizerStep) -> dict[str, float]:
-        """One optimizer step: the mean loss over all targets of all its micro-batches."""
+        """One optimizer step: the mean loss over all targets of all its micro-batches.
+
+        In fp16 a step whose gradient overflows is left out, and the next ones are scaled less.
+        """
+        device = self._student.spec.device
         lr = self._schedule.lr(step.number)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         began = time.monotonic()
-        loss = torch.zeros((), device=self._student.spec.device)
+        factor = float(self._scaler.scale(torch.ones((), device=device)))
+        losses = []
         for micro_batch in step.micro_batches:
-            batch = micro_batch.to(self._student.spec.device)
-            value = self._student.loss(batch.tokens, batch.targets, self._loss, scale=1.0 / step.num_targets)
+            batch = micro_batch.to(device)
+            value = self._student.loss(batch.tokens, batch.targets, self._loss, scale=factor / step.num_targets)
             value.backward()
-            loss += value.detach()
+            losses.append(value.detach() / factor)
+        loss = sum(losses, torch.zeros((), device=device))
+        self._scaler.unscale_(self._optimizer)
         # A norm of 0 means no clipping; the norm itself is worth knowing all the same.
         limit = self._config.max_grad_norm or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self._student.parameters(), limit)
-        if not bool(torch.isfinite(loss + grad_norm)):
-            raise InputError(
-                f"lr: loss {float(loss)} and gradient norm {float(grad_norm)} at step {step.number}"
-                f" (lr {lr:g}); lower lr or set max_grad_norm; the last saved state is kept"
-            )
-        self._optimizer.step()
+        overflow = factor > 1.0 and bool(torch.isfinite(loss) & ~torch.isfinite(grad_norm))
+        if not (overflow or bool(torch.isfinite(loss + grad_norm))):
+            raise self._not_finite(f"loss {float(loss)} and gradient norm {float(grad_norm)}", step.number, losses)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
         seconds = time.monotonic() - began
         self._progress.step = step.number
         self._progress.seconds += seconds
         self._progress.tokens += step.num_tokens
         self._progress.targets += step.num_targets
-        return {
+        metrics = {
             "loss": float(loss),
             "lr": lr,
             "grad_norm": float(grad_norm),
             "targets": step.num_targets,
             "tokens_per_second": step.num_tokens / max(seconds, 1e-9),
         }
+        if self._scaler.is_enabled():
+            metrics["loss_scale"] = factor
+        return metrics
+
+    def _not_finite(self, what: str, number: int, losses: Sequence[Tensor]) -> InputError:
+        """The error of step ``number``, with the samples of micro-batches whose loss is no number, or of all."""
+        _, micro_batches = next(self._plan.steps(number, number))
+        bad = [rows for rows, loss in zip(micro_batches, losses, strict=False) if not bool(torch.isfinite(loss))]
+        places = [self._data.samples[row].where for rows in bad or micro_batches for row in rows]
+        more = f" and {len(places) - _NAMED_SAMPLES} more" if len(places) > _NAMED_SAMPLES else ""
+        return InputError(
+            f"lr: {what} at step {number} (lr {self._schedule.lr(number):g}), in the samples"
+            f" {', '.join(places[:_NAMED_SAMPLES])}{more}; lower lr or set max_grad_norm; {self._kept()}"
+        )
+
+    def _kept(self) -> str:
+        step = saved_step(self._paths.state)
+        return "no state was saved so far" if step is None else f"the last saved state, of step {step}, is kept"
+
+    # -- what is due ---------------------------------------------------------------------------------------------------
+
+    def _done(self) -> bool:
+        """Whether there is nothing left to train: all steps made, or too many validations without a better one."""
+        patience = self._config.early_stop_patience
+        return self._progress.step == self._total or 0 < patience <= self._progress.stale
+
+    def _is_best(self) -> bool:
+        """Whether the student as it is now is the best so far and to be kept as that."""
+        return self._config.save_best_student and 0 < self._progress.best_step == self._progress.step
 
     def _due(self, every_epochs: float) -> bool:
         """Whether something that happens every ``every_epochs`` epochs (0: never) is due after this step."""
@@ -202,7 +217,13 @@ class Trainer:
 
     def _validate(self, run_folder: RunFolder, tracker: Tracker, console: Console) -> dict[str, float]:
         metrics = evaluate(self._student, self._validation)
-        self._schedule.observe(metrics["kl"])
+        step, kl = self._progress.step, metrics["kl"]
+        if not math.isfinite(kl):
+            way_out = f"lower lr or set max_grad_norm; {self._kept()}" if step else "is the student damaged?"
+            raise InputError(f"{'lr' if step else 'student_path'}: validation KL {kl} after step {step}; {way_out}")
+        if step:
+            self._progress.validated(kl)
+        self._schedule.observe(kl)
         self._log("validation", metrics, run_folder, tracker)
         console.say(f"step {self._progress.step}: validation {describe(metrics)}")
         return metrics
@@ -214,35 +235,42 @@ class Trainer:
         tracker.log({f"{kind}/{name}": value for name, value in metrics.items()}, step)
 
     def _save(self, run_folder: RunFolder) -> None:
-        p = self._progress
+        progress = asdict(self._progress)
+        step = progress.pop("step")
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self._student.parameters()):
+            raise self._not_finite("weights that aren't finite", step, ())
         meta = {
-            "seconds": p.seconds,
-            "tokens": p.tokens,
-            "targets": p.targets,
-            "before": p.before,
-            "after": p.after,
+            "total_steps": self._total,
+            "progress": progress,
             "schedule": self._schedule.state_dict(),
+            "scaler": self._scaler.state_dict(),
         }
         run_folder.sync()
-        save_state(self._paths.state, step=p.step, meta=meta, model=self._student.model, optimizer=self._optimizer)
+        save_state(self._paths.state, step=step, meta=meta, model=self._student.model, optimizer=self._optimizer)
 
     def _resume(self, console: Console) -> int | None:
         state = newest_state(self._paths.state)
         if state is None:
             torch.manual_seed(self._plan.seed)
             return None
+        if state.meta["total_steps"] != self._total:
+            raise InputError(
+                f"{self._paths.state}: saved in a training of {state.meta['total_steps']} steps, which now has"
+                f" {self._total}: give it back what it had, or set it aside with --fresh"
+            )
         restore(state, self._student.model, self._optimizer)
-        meta = dict(state.meta)
-        self._schedule.load_state_dict(meta.pop("schedule"))
-        self._progress = Progress(step=state.step, **meta)
-        console.say(f"going on from step {state.step} of {self._plan.total_steps}")
+        self._schedule.load_state_dict(state.meta["schedule"])
+        self._scaler.load_state_dict(state.meta["scaler"])
+        self._progress = Progress(step=state.step, **state.meta["progress"])
+        console.say(f"going on from step {state.step} of {self._total}")
         return state.step
 
-    def _report(self, student: Path, resumed: int | None) -> TrainReport:
+    def _report(self, resumed: int | None) -> TrainReport:
         p = self._progress
         return TrainReport(
             steps=p.step,
-            total_steps=self._plan.total_steps,
+            total_steps=self._total,
+            finished=self._done(),
             seconds=p.seconds,
             tokens=p.tokens,
             targets=p.targets,
@@ -250,7 +278,7 @@ class Trainer:
             resumed_from_step=resumed,
             before=p.before,
             after=p.after,
-            student=student,
+            student=self._paths.export("final"),
         )
 
 
@@ -269,6 +297,11 @@ def plan_steps(
     )
 
 
+def total_steps(config: Training, plan: StepPlan) -> int:
+    """Optimizer steps of the whole training: those of ``plan``, or max_steps of them."""
+    return min(plan.total_steps, config.max_steps or plan.total_steps)
+
+
 def make_schedule(config: Training, total_steps: int) -> Schedule:
     """The schedule of a training with ``total_steps`` optimizer steps. InputError naming the key that doesn't fit."""
     return build_schedule(
@@ -278,6 +311,7 @@ def make_schedule(config: Training, total_steps: int) -> Schedule:
         num_warmup_steps=config.num_warmup_steps,
         decay_start=config.decay_start,
         final_lr=config.final_lr,
+        forms=(config.warmup_form, config.decay_form),
         args=config.lr_scheduler_args,
     )
 

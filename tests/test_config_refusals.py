@@ -33,6 +33,7 @@ def refusal(path: Path) -> str:
 # ---- wrong values: the exact line -----------------------------------------------------------------------------------
 
 BACKSLASH = r'write backslashes doubled ("C:\\data") or forward slashes ("C:/data")'
+NO_VALIDATION = "needs validations; set validate_every_n_epochs above 0"
 PARTS = "SYS_START, SYS_END, USER_START, USER_END, ASSISTANT_START, ASSISTANT_END"
 WRONG_VALUES: list[tuple[str, str]] = [
     ('"batch_size": 0', "batch_size: must be at least 1, not 0"),
@@ -89,7 +90,13 @@ WRONG_VALUES: list[tuple[str, str]] = [
     ('"teacher_weights": {"a": -1}', "teacher_weights: must be at least 0, not -1"),
     ('"reserve_vram": [-1]', "reserve_vram: must be at least 0, not -1"),
     ('"alpha": 1', "alpha: 1.0 is not available yet (available: 0.0)"),
-    ('"optimizer": "sgd"', 'optimizer: "sgd" is not available yet (available: "adamw")'),
+    ('"early_stop_patience": 2, "validate_every_n_epochs": 0', f"early_stop_patience: {NO_VALIDATION}"),
+    ('"save_best_student": true, "validate_every_n_epochs": 0', f"save_best_student: {NO_VALIDATION}"),
+    ('"keep_students": 2', "keep_students: there are none to keep; set save_student_every_n_epochs above 0"),
+    (
+        '"decay_form": "sqrt"',
+        'decay_form: must be one of "linear", "cosine", "1-sqrt", "exponential", not "sqrt"; did you mean \'1-sqrt\'?',
+    ),
     ('"training_precision": "4bit"', 'training_precision: "4bit" is not available yet (available: "fp32", "bf16")'),
     ('"num_gpu0_layers": 3', "num_gpu0_layers: 3 is not available yet (available: null)"),
     ('"device_map": "custom"', 'device_map: "custom" is not available yet (available: null)'),

@@ -28,7 +28,7 @@ LAYERS = [
     },
     {"fused", "merge"},
     {"teacher", "student", "codec", "cache", "checkpoint"},
-    {"dataloader", "evaluate", "report", "scoring"},
+    {"dataloader", "evaluate", "report", "scoring", "progress"},
     {"collect", "train", "teachers", "parts"},
     {"ancestor"},
     {"sharing"},

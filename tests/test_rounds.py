@@ -238,3 +238,25 @@ def test_random_caps(
             assert peak() <= cap * 1e9
         summary = summary_of(tmp_path / str(number) / "cache")
         assert trained == dict.fromkeys(range(summary["data"]["train"]["samples"]), epochs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "said"),
+    [
+        pytest.param({"max_steps": 3}, 3, "", marks=pytest.mark.slow),
+        # Nothing is learned, so no validation is better than the first one: two later ones end it.
+        ({"lr": 1e-30, "early_stop_patience": 2, "validate_every_n_epochs": 0.1}, None, "stopped early at step"),
+    ],
+)
+def test_rounds_end_with_a_training_that_ends_early(
+    tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path, changes: dict[str, object],
+    steps: int | None, said: str,
+) -> None:  # fmt: skip
+    config = write_config(
+        tmp_path, teacher_folder, student_folder, text_file, max_cache_size_gb=CAP_GB, shard_targets=250, **changes
+    )
+    told = distill(config).stdout
+    summary = summary_of(tmp_path / "cache")
+    assert summary["status"] == "completed" and said in told
+    assert summary["train"]["steps"] == steps if steps else summary["train"]["steps"] > 2
+    assert not [path for path in (tmp_path / "cache" / "student" / "states").iterdir() if path.is_dir()]

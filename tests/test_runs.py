@@ -57,6 +57,24 @@ def test_validation_times_decide_only_for_schedules_that_look(tmp_path: Path) ->
         settle(config_of(tmp_path, validate_every_n_epochs=0.5, **changes), RunOptions())
 
 
+@pytest.mark.parametrize("change", [{"max_steps": 7}, {"num_epochs": 2}, {"batch_size": 2}, {"decay_form": "cosine"}])
+def test_a21_what_changes_the_schedule_is_refused_without_a_flag(tmp_path: Path, change: dict[str, object]) -> None:
+    config = config_of(tmp_path)
+    save_run(state_folder(config), new_run(config, IDENTITY))
+    (key,) = change
+    with pytest.raises(InputError, match=rf"{key} \(was .*--resume goes on with its values, --fresh sets it aside"):
+        settle(config_of(tmp_path, **change), RunOptions())
+    assert settle(config_of(tmp_path, **change), RunOptions(resume=True)) == config
+
+
+@pytest.mark.parametrize("change", [{"early_stop_patience": 2}, {"save_best_student": True}])
+def test_validation_times_decide_where_validations_choose(tmp_path: Path, change: dict[str, object]) -> None:
+    config = config_of(tmp_path, **change)
+    save_run(state_folder(config), new_run(config, IDENTITY))
+    with pytest.raises(InputError, match="validate_every_n_epochs"):
+        settle(config_of(tmp_path, validate_every_n_epochs=0.5, **change), RunOptions())
+
+
 def test_other_models_or_samples_are_named(tmp_path: Path) -> None:
     run = new_run(config_of(tmp_path), IDENTITY)
     with pytest.raises(InputError, match="the training samples; --fresh"):
@@ -71,6 +89,8 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     assert [new_run(config, IDENTITY).name for _ in range(2)] == ["tiny-3", "tiny-3"]
     other = config_of(tmp_path, student_path=str(tmp_path / "tiny-3"))
     assert new_run(other, IDENTITY).name == "tiny-3-2"
+    (export_folder(config) / "tiny-3_best").mkdir()
+    assert new_run(config, IDENTITY).name == "tiny-4", "a best student is never another run's"
     odd = config_of(tmp_path, student_path=str(tmp_path / "[a]"))
     (export_folder(odd) / "[a]_final").mkdir()
     assert new_run(odd, IDENTITY).name == "[a]-2"

@@ -1,37 +1,54 @@
 """The trainer alone: when things are due, how signals stop it, what it reports."""
 
 import json
+import math
+import multiprocessing
 import os
+import random
 import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import distill.progress
+import distill.train
 from distill.cache import Layer, build_shard
 from distill.config import Config
-from distill.dataloader import CachedSamples, TeacherShare
+from distill.dataloader import CachedSamples, OptimizerStep, TeacherShare
 from distill.errors import InputError
+from distill.losses import build_loss
+from distill.optim import OPTIMIZERS
+from distill.progress import TrainPaths, TrainReport
 from distill.report import Console, RunFolder
 from distill.report.tracker import NoTracker
 from distill.student import Student, StudentSpec
-from distill.train import Interrupted, Trainer, TrainPaths, TrainReport, plan_steps, stop_signal
+from distill.train import Interrupted, Trainer, evaluate, plan_steps, stop_signal
 from tests.helpers import make_records, make_samples, make_spec
 from tests.toys import make_model_folder
 
 VOCAB = 261
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> CachedSamples:
+def cached(folder: Path, count: int) -> CachedSamples:
+    """``count`` made-up samples with their records in a cache in ``folder``."""
     spec = make_spec(vocab_size=VOCAB)
-    layer = Layer.open(tmp_path / "cache", spec)
+    layer = Layer.open(folder, spec)
     layer.prepare()
-    samples = make_samples(10)
+    samples = make_samples(count)
     image = build_shard(samples, make_records(samples), layer=spec.describe(), vocab_size=VOCAB)
     image.seal(layer.folder)
     layer.register(image.info)
     return CachedSamples([TeacherShare(layer, 1.0, layer.locate(samples))], samples)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> CachedSamples:
+    return cached(tmp_path / "cache", 10)
 
 
 class Bench:
@@ -44,15 +61,31 @@ class Bench:
         self.console = Console(open(os.devnull, "w"), open(os.devnull, "w"))  # noqa: SIM115, PTH123
         self.run_folder = RunFolder.create(folder / "runs", "toy", "{}", self.console)
 
-    def train(self, name: str = "toy", **changes: object) -> TrainReport:
-        """One training of two epochs of two steps."""
+    def train(self, name: str = "toy", until: int | None = None, fp16: bool = False, **changes: object) -> TrainReport:
+        """One training of two epochs of two steps. ``fp16`` has the gradient scaled, of fp32 weights."""
         keys = {"num_epochs": 2, "batch_size": 3, "grad_accum_batches": 2, "lr": 0.01, "validate_every_n_epochs": 0.5}
         config = Config.from_flat(keys | changes).training
+        if fp16:
+            config = config.model_copy(update={"training_precision": "fp16"})
         spec = StudentSpec(self.student, "fp32", "cpu", VOCAB, grad_checkpointing=False, trust_remote_code=False)
         paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name)
         plan = plan_steps(config, self.data.samples, seed=0)
         trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, plan=plan, paths=paths)
-        return trainer.run(run_folder=self.run_folder, tracker=NoTracker(), console=self.console)
+        return trainer.run(run_folder=self.run_folder, tracker=NoTracker(), console=self.console, until=until)
+
+    def records(self, kind: str) -> list[dict[str, float]]:
+        """The records of that kind in metrics.jsonl, without what the clock says."""
+        records = [json.loads(line) for line in (self.run_folder.path / "metrics.jsonl").read_text().splitlines()]
+        clock = ("kind", "tokens_per_second")
+        return [{k: v for k, v in record.items() if k not in clock} for record in records if record["kind"] == kind]
+
+    def exports(self) -> list[str]:
+        """Names of all exports."""
+        return sorted(path.name for path in (self.folder / "trained").iterdir())
+
+    def weights(self, export: str) -> bytes:
+        """The weights of an export."""
+        return (self.folder / "trained" / export / "model.safetensors").read_bytes()
 
     def steps(self, kind: str) -> list[int]:
         """Steps of the records in metrics.jsonl."""
@@ -117,3 +150,326 @@ def test_the_second_signal_stops_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.is_set()
         os.kill(os.getpid(), signal.SIGINT)
+
+
+# -- every optimizer, and kills --------------------------------------------------------------------------------------
+
+RATES = {"sgd": 0.5, "adagrad": 0.05, "rmsprop": 0.003, "rmsprop8bit": 0.003, "rmsprop32bit": 0.003}
+
+
+class Killed(BaseException):
+    """As good as a kill: nothing of ours catches it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, when: Callable[..., bool]) -> None:
+    """Have the function die in place of the first call that ``when`` is true of."""
+    real, dead = getattr(owner, name), []
+
+    def call(*args: object, **keys: object) -> object:
+        if not dead and when(*args):
+            dead.append(name)
+            raise Killed
+        return real(*args, **keys)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains_the_toy(bench: Bench, optimizer: str) -> None:
+    lr = RATES.get(optimizer, 0.01)
+    report = bench.train(optimizer=optimizer, lr=lr, num_epochs=10, lr_scheduler="constant", validate_every_n_epochs=0)
+    losses = [record["loss"] for record in bench.records("train")]
+    assert len(losses) == 20 and report.after["kl"] < 0.9 * report.before["kl"]
+    assert np.mean(losses[-4:]) < np.mean(losses[8:12]) < np.mean(losses[:4])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_kill_at_any_step_costs_nothing(
+    bench: Bench, optimizer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the state of every step, and from none: the same losses, rates and bytes as without a stop."""
+    keys: dict[str, object] = {"optimizer": optimizer, "num_epochs": 4, "num_warmup_steps": 2, "decay_start": 0.5}
+    whole = bench.train("whole", **keys)
+    expected, validations = bench.records("train"), bench.records("validation")
+    for step in range(1, 9):
+        with monkeypatch.context() as patch:
+            kill_at(patch, Trainer, "_log", lambda _self, kind, *_: kind == "train" and _self._progress.step == step)  # noqa: B023
+            with pytest.raises(Killed):
+                bench.train(f"cut{step}", save_state_every_minutes=0, **keys)
+        # What a kill inside the next save leaves.
+        (tmp_path / "states" / f"cut{step}" / f"step_{step}.tmp").mkdir(parents=True)
+        resumed = bench.train(f"cut{step}", **keys)
+        assert resumed.resumed_from_step == (step - 1 or None)
+        assert bench.records("train") == expected and bench.records("validation") == validations
+        assert bench.weights(f"cut{step}_final") == bench.weights("whole_final")
+        assert resumed.after == whole.after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_sigkill_at_random_instants(bench: Bench, optimizer: str) -> None:
+    """Inside steps, saves, exports and swaps alike: the student and the best one are those of an unharmed run."""
+    keys: dict[str, object] = {
+        "optimizer": optimizer, "num_epochs": 10, "num_warmup_steps": 4, "save_state_every_minutes": 0,
+        "save_best_student": True, "save_student_every_n_epochs": 0.5, "keep_students": 2,
+    }  # fmt: skip
+    began = time.monotonic()
+    bench.train("whole", **keys)
+    duration, expected = time.monotonic() - began, bench.records("train")
+    chooser, kills = random.Random(7), 0
+    forked = multiprocessing.get_context("fork")
+    while True:
+        child = forked.Process(target=bench.train, args=("cut",), kwargs=keys)
+        child.start()
+        if kills < 8:
+            child.join(chooser.uniform(0.03, 0.3) * duration)
+            if child.is_alive():
+                child.kill()
+        child.join(60)
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        kills += 1
+    assert kills >= 3 and bench.records("train") == expected
+    for export in ("final", "best", "step_18", "step_19"):
+        assert bench.weights(f"cut_{export}") == bench.weights(f"whole_{export}")
+    assert len([name for name in bench.exports() if name.startswith("cut") and not name.endswith(".tmp")]) == 4
+
+
+def test_a20_a_resumed_epoch_has_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report A20: 64 samples, killed at step 3 of epoch 2."""
+    bench = Bench(tmp_path, cached(tmp_path / "cache", 64))
+    keys: dict[str, object] = {"batch_size": 4, "validate_every_n_epochs": 0, "save_state_every_minutes": 0}
+    seen: list[tuple[int, list[str]]] = []
+    train_step = Trainer._train_step
+
+    def noted_step(self: Trainer, step: OptimizerStep) -> object:
+        tokens = [batch.tokens.token_ids.tolist() for batch in step.micro_batches]
+        seen.append((step.number, tokens))  # type: ignore[arg-type]
+        return train_step(self, step)
+
+    monkeypatch.setattr(Trainer, "_train_step", noted_step)
+    bench.train("whole", **keys)
+    whole, expected = list(seen), bench.records("train")
+    seen.clear()
+    with monkeypatch.context() as patch:
+        kill_at(patch, Trainer, "_log", lambda self, kind, *_: kind == "train" and self._progress.step == 11)
+        with pytest.raises(Killed):
+            bench.train("cut", **keys)
+    assert bench.train("cut", **keys).resumed_from_step == 10
+    assert len(whole) == 16
+    assert seen == [*whole[:11], *whole[10:]], "step 11 is made twice, of the same samples"
+    assert bench.records("train") == expected
+
+
+def test_a11_the_last_window_is_weighted_by_its_own_targets(bench: Bench) -> None:
+    """Report A11: 10 samples, batch 1, accumulation 4: the third step is the mean over the targets of 2 samples."""
+    keys: dict[str, object] = {"lr_scheduler": "linear", "max_grad_norm": 0.0, "data_order": "native"}
+    bench.train(
+        num_epochs=1, batch_size=1, grad_accum_batches=4, optimizer="sgd", lr=0.3, save_student_every_n_epochs=2 / 3,
+        **keys,
+    )  # fmt: skip
+    records = bench.records("train")
+    assert [record["lr"] for record in records] == pytest.approx([0.2, 0.1, 0.0]), "the schedule steps, too"
+    # At a rate of 0 the gradient itself tells: that of the student of step 2 on the last two samples alone.
+    student = Student(StudentSpec(bench.folder / "trained" / "toy_step_2", "fp32", "cpu", VOCAB, False, False))
+    batch = bench.data.batch([8, 9])
+    loss = student.loss(batch.tokens, batch.targets, build_loss("kl", temperature=1.0), scale=1 / len(batch.targets))
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in student.parameters() if p.grad is not None]).norm()
+    assert records[2]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert records[2]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_a21_a_changed_total_is_refused(bench: Bench) -> None:
+    """Report A21: a schedule that is resumed in a training of another length jumps."""
+    bench.train("cut", until=3)
+    with pytest.raises(InputError, match=r"saved in a training of 4 steps, which now has 6: .*--fresh"):
+        bench.train("cut", num_epochs=3)
+    assert bench.train("cut").resumed_from_step == 3
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_max_steps_ends_training_and_schedule(bench: Bench) -> None:
+    report = bench.train(max_steps=3, num_epochs=9)
+    assert (report.steps, report.total_steps, report.finished) == (3, 3, True)
+    assert bench.records("train")[-1]["lr"] == 0.0
+    assert bench.train("longer", max_steps=99).steps == 4, "there are no more"
+
+
+def validations(monkeypatch: pytest.MonkeyPatch, kls: Sequence[float]) -> None:
+    """Have the validation after each step (two an epoch) find these KLs, the first one before training."""
+    left = iter(kls)
+
+    def told(student: Student, data: CachedSamples) -> dict[str, float]:
+        return evaluate(student, data) | {"kl": next(left)}
+
+    monkeypatch.setattr("distill.train.evaluate", told)
+
+
+def test_early_stop_counts_validations_without_a_better_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    validations(monkeypatch, [0.5, 3.0, 2.0, 2.0, 1.0, 1.5, 1.0, 0.1])
+    report = bench.train(early_stop_patience=2, num_epochs=9)
+    assert (report.steps, report.total_steps, report.finished) == (6, 18, True)
+    assert report.after["kl"] == 1.0 and bench.exports() == ["toy_final"]
+
+
+def test_patience_is_not_forgotten_by_a_resume(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, object] = {"early_stop_patience": 3, "num_epochs": 9}
+    validations(monkeypatch, [9.0, 1.0, 2.0, 2.0, 2.0, 0.1])
+    assert not bench.train(until=3, **keys).finished
+    assert bench.train(**keys).steps == 4
+    # Killed between the last state and the export: the next start trains no further.
+    validations(monkeypatch, [9.0, 1.0, 2.0, 2.0, 2.0, 0.1])
+    with monkeypatch.context() as patch:
+        kill_at(patch, Student, "export", lambda *_: True)
+        with pytest.raises(Killed):
+            bench.train("cut", save_state_every_minutes=0, **keys)
+    report = bench.train("cut", **keys)
+    assert (report.steps, report.resumed_from_step, report.finished) == (4, 4, True)
+    assert bench.weights("cut_final") == bench.weights("toy_final")
+
+
+def test_the_best_student_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    validations(monkeypatch, [0.1, 3.0, 1.0, 2.0, 1.5])
+    bench.train(save_best_student=True, save_student_every_n_epochs=0.5)
+    assert bench.exports() == ["toy_best", "toy_final", "toy_step_1", "toy_step_2", "toy_step_3"]
+    assert bench.weights("toy_best") == bench.weights("toy_step_2")
+
+
+@pytest.mark.parametrize("where", ["new export", "before the swap", "inside the swap", "the state"])
+def test_the_best_student_survives_kills(bench: Bench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Step 3 is the best, and the kill comes while it takes the place of step 1."""
+    kls = [9.0, 2.0, 3.0, 1.0, 5.0]
+    keys: dict[str, object] = {"save_best_student": True}
+    validations(monkeypatch, kls)
+    bench.train("whole", **keys)
+    third, states = (lambda *_: len(list((bench.folder / "states" / "cut").glob("step_3"))) == 1), []
+    validations(monkeypatch, kls)
+    with monkeypatch.context() as patch:
+        if where == "new export":
+            kill_at(patch, Student, "export", third)
+        elif where == "before the swap":
+            kill_at(patch, distill.progress, "replace_folder", third)
+        elif where == "inside the swap":
+            kill_at(patch, Path, "rename", lambda path, _: path.name == "cut_best.new.tmp" and third())
+        else:
+            kill_at(patch, distill.train, "save_state", lambda *_: states.append(1) or len(states) == 2)
+        with pytest.raises(Killed):
+            bench.train("cut", **keys)
+    resumed_from = 1 if where == "the state" else 3
+    validations(monkeypatch, kls[resumed_from + 1 :])
+    assert bench.train("cut", **keys).resumed_from_step == resumed_from
+    assert bench.weights("cut_best") == bench.weights("whole_best")
+    assert bench.weights("cut_final") == bench.weights("whole_final")
+    assert bench.exports() == ["cut_best", "cut_final", "whole_best", "whole_final"]
+
+
+def test_only_the_newest_students_are_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, object] = {"keep_students": 2, "save_student_every_n_epochs": 0.5, "num_epochs": 3}
+    bench.train(**keys)
+    assert bench.exports() == ["toy_final", "toy_step_4", "toy_step_5"]
+    with monkeypatch.context() as patch:
+        kill_at(patch, Trainer, "_save", lambda self, _: self._progress.step == 4)
+        with pytest.raises(Killed):
+            bench.train("cut", until=4, **keys)
+    assert [name for name in bench.exports() if name.startswith("cut")] == ["cut_step_3", "cut_step_4"]
+    assert bench.train("cut", **keys).resumed_from_step is None, "begins again, before the exports that are there"
+    assert [name for name in bench.exports() if name.startswith("cut")] == ["cut_final", "cut_step_4", "cut_step_5"]
+
+
+# -- numbers that are none ------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_no_number_names_step_and_samples_and_keeps_the_state(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.train("cut", until=1)
+    real, calls = Student.loss, []
+
+    def broken(self: Student, *args: object, **keys: object) -> torch.Tensor:
+        calls.append(1)
+        return real(self, *args, **keys) * (math.nan if len(calls) == 2 else 1.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Student, "loss", broken)
+    with pytest.raises(InputError) as caught:
+        bench.train("cut", data_order="native")
+    message = str(caught.value)
+    assert message.startswith("lr: loss nan and gradient norm nan at step 2 (lr 0.01), in the samples made-up:")
+    assert message.endswith("; lower lr or set max_grad_norm; the last saved state, of step 1, is kept")
+    # Step 2 has samples 6 to 9, in micro-batches of 3 and 1: the second one was at fault.
+    assert bench.data.samples[9].where in message and bench.data.samples[6].where not in message
+
+
+def test_weights_that_are_no_numbers_are_not_saved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.train("cut", until=1)
+    train_step = Trainer._train_step
+
+    def spoiled(self: Trainer, step: OptimizerStep) -> object:
+        metrics = train_step(self, step)
+        self._student.parameters()[0].data.fill_(math.nan)
+        return metrics
+
+    monkeypatch.setattr(Trainer, "_train_step", spoiled)
+    with pytest.raises(InputError, match=r"^lr: weights that aren't finite at step 2 .* of step 1, is kept$"):
+        bench.train("cut", validate_every_n_epochs=0, save_state_every_minutes=0)
+    with pytest.raises(InputError, match=r"^lr: validation KL nan after step 2; lower lr .* of step 1, is kept$"):
+        bench.train("cut")
+
+
+# -- fp16's scaler ----------------------------------------------------------------------------------------------------
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
+    """Have a gradient overflow in these steps."""
+    train_step, loss = Trainer._train_step, Student.loss
+    current: list[int] = []
+
+    def noted(self: Trainer, step: OptimizerStep) -> object:
+        current[:] = [step.number]
+        return train_step(self, step)
+
+    def infinite(self: Student, *args: object, **keys: object) -> torch.Tensor:
+        value = loss(self, *args, **keys)  # type: ignore[arg-type]
+        if current[0] in steps:
+            value.register_hook(lambda gradient: gradient * math.inf)
+        return value
+
+    monkeypatch.setattr(Trainer, "_train_step", noted)
+    monkeypatch.setattr(Student, "loss", infinite)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd", "adagrad"])
+def test_an_overflow_is_skipped_and_the_scale_falls(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    overflowing(monkeypatch, {2})
+    keys: dict[str, object] = {"optimizer": optimizer, "fp16": True, "save_student_every_n_epochs": 0.5}
+    bench.train("whole", **keys)  # type: ignore[arg-type]
+    records = bench.records("train")
+    assert [record["loss_scale"] for record in records] == [65536, 65536, 32768, 32768]
+    assert [record["grad_norm"] is None for record in records] == [False, True, False, False]
+    assert bench.weights("whole_step_1") == bench.weights("whole_step_2") != bench.weights("whole_step_3")
+    # The scale is part of the state.
+    bench.train("cut", until=2, **keys)  # type: ignore[arg-type]
+    bench.train("cut", **keys)  # type: ignore[arg-type]
+    assert bench.records("train") == records
+    assert bench.weights("cut_final") == bench.weights("whole_final")
+
+
+def test_a_scale_changes_nothing_where_nothing_overflows(bench: Bench) -> None:
+    """A power of two, taken out again before clipping: fp32 weights learn the same, bit for bit."""
+    plain, scaled = bench.train("plain"), bench.train("scaled", fp16=True)
+    assert scaled.after == plain.after
+    assert bench.weights("scaled_final") == bench.weights("plain_final")
+
+
+def test_an_overflow_at_the_lowest_scale_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    overflowing(monkeypatch, range(1, 5))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
+    with pytest.raises(
+        InputError, match=r"^lr: loss \d.* and gradient norm nan at step 3 .*no state was saved so far$"
+    ):
+        bench.train(fp16=True)

@@ -75,6 +75,12 @@ class Config(BaseModel):
         training = self.training
         if training.final_lr > training.lr:
             raise _broken_rule("final_lr", f"{show(training.final_lr)} is above lr, {show(training.lr)}")
+        if not training.validate_every_n_epochs:
+            for key in ("early_stop_patience", "save_best_student"):
+                if getattr(training, key):
+                    raise _broken_rule(key, "needs validations; set validate_every_n_epochs above 0")
+        if training.keep_students is not None and not training.save_student_every_n_epochs:
+            raise _broken_rule("keep_students", "there are none to keep; set save_student_every_n_epochs above 0")
         return self
 
     @classmethod

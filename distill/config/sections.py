@@ -183,6 +183,9 @@ class Training(Section):
     title: ClassVar = "Training Settings"
 
     num_epochs: Count = key(1, "Times that the training text is seen.", unit="epochs", flag="-ne", decides="result")
+    max_steps: Count | None = key(
+        None, "Most optimizer steps, for which the schedule is made; null takes all.", unit="steps", decides="result"
+    )
     num_warmup_steps: Natural = key(0, "Warm-up of the learning rate.", unit="steps", flag="-nws", decides="result")
     batch_size: Count = key(4, "Size of a micro-batch.", unit="samples", flag="-bs", decides="result")
     grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
@@ -197,6 +200,10 @@ class Training(Section):
     decay_start: Annotated[float, Field(ge=0, le=1)] = key(
         0.9, "Part of the steps after which wsd begins to decay.", decides="result"
     )
+    decay_form: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
+        "linear", "Curve on which wsd decays; exponential needs a final_lr above 0.", decides="result"
+    )
+    warmup_form: Literal["linear", "cosine"] = key("linear", "Curve on which wsd warms up.", decides="result")
     alpha: NonNegative = key(
         0.0, "Weight of targets by their divergence; 0 weighs all alike.", decides="result", available=(0.0,)
     )
@@ -204,10 +211,16 @@ class Training(Section):
         "wsd", "Schedule of the learning rate: wsd, or a name of transformers.", decides="result"
     )
     lr_scheduler_args: dict[str, Any] = key({}, "Further arguments of the schedule.", decides="result")
-    optimizer: Optimizer = key("adamw", "Optimizer.", decides="result", available=("adamw",))
-    weight_decay: NonNegative = key(0.0, "Decoupled weight decay.", decides="result")
+    optimizer: Optimizer = key(
+        "adamw", "Optimizer; those with bits or pages in their names are bitsandbytes'.", decides="result"
+    )
+    weight_decay: NonNegative = key(
+        0.0, "Weight decay of matrices: decoupled with adamw, else part of the gradient.", decides="result"
+    )
     betas: tuple[Momentum, Momentum] = key((0.9, 0.999), "Decay of Adam's two running means.", decides="result")
-    eps: Positive = key(1e-8, "Term that keeps Adam's quotient finite.", decides="result")
+    eps: Positive = key(1e-8, "Term that keeps an optimizer's quotient finite.", decides="result")
+    momentum: Momentum = key(0.0, "Momentum of sgd and rmsprop.", decides="result")
+    rmsprop_alpha: Momentum = key(0.99, "Decay of rmsprop's running mean.", decides="result")
     max_grad_norm: NonNegative = key(1.0, "Norm to which gradients are clipped; 0 leaves them.", decides="result")
     data_order: Literal["shuffle", "sorted", "native"] = key(
         "shuffle", "Order of samples: new each epoch, by length, or as in the text.", decides="result"
@@ -218,8 +231,18 @@ class Training(Section):
     validate_every_n_epochs: NonNegative = key(
         1.0, "Time between validations; 0 = only before and after.", unit="epochs"
     )
+    early_stop_patience: Natural = key(
+        0,
+        "Validations in a row without a lower KL after which training ends; 0 = never.",
+        unit="validations",
+        decides="result",
+    )
     save_student_every_n_epochs: NonNegative = key(
         0.0, "Time between exports of the student; 0 = only at the end.", unit="epochs"
+    )
+    keep_students: Count | None = key(None, "Newest exports kept of those before the end; null keeps all.")
+    save_best_student: bool = key(
+        False, "Also export the student of the lowest validation KL, as NAME_best.", decides="result"
     )
     save_state_every_minutes: NonNegative = key(
         15.0, "Time between states to resume from; 0 = every step.", unit="minutes"

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedules. A schedule is a function of the step, not an object that steps.
+"""Learning-rate schedules. A schedule is a function of the step, not an object that steps.
 
 Steps count from 1: ``schedule.lr(s)`` is the rate that optimizer step s is made with, of ``total_steps``. transformers'
 schedulers count from 0 and hold their value for the step that follows, so there the first of S steps is often made with
@@ -7,6 +7,7 @@ a rate of zero and the end of the decay is never used. Taken at s instead, all o
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -14,7 +15,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from distill.errors import InputError
 
@@ -26,22 +26,21 @@ _ALREADY_SHIFTED = ("cosine_warmup_with_min_lr",)
 OBSERVING = ("reduce_lr_on_plateau", "greedy")
 """Schedules that react to the validation KL; all others are functions of the step alone."""
 
+DECAY_FORMS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda u: 1.0 - u,
+    "cosine": lambda u: (1.0 + math.cos(math.pi * u)) / 2.0,
+    "1-sqrt": lambda u: 1.0 - math.sqrt(u),
+}
+"""f(u) of wsd's decay, from f(0) = 1 to f(1) = 0, u being the part of the decay that is done.
 
-def build_optimizer(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW over the parameters that require a gradient, in the model's order, each once (tied weights too).
+linear: D2Z (arXiv 2502.15938); cosine and 1-sqrt: Hägele et al. (arXiv 2405.18392), where 1-sqrt was best.
+"""
 
-    Weight decay is for matrices only: norms, biases and other one-dimensional parameters have none.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise InputError("freeze_layers: every parameter of the student is frozen; leave some to train")
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+WARMUP_FORMS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda u: u,
+    "cosine": lambda u: (1.0 - math.cos(math.pi * u)) / 2.0,
+}
+"""g(u) of wsd's warm-up, from g(0) = 0 to g(1) = 1; cosine is that of transformers' get_wsd_schedule."""
 
 
 class Schedule(Protocol):
@@ -128,24 +127,31 @@ def build_schedule(
     num_warmup_steps: int = 0,
     decay_start: float = 0.9,
     final_lr: float = 0.0,
+    forms: tuple[str, str] = ("linear", "linear"),
     args: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The schedule called ``name``: "wsd" (see :func:`wsd_rate`) or a name that transformers' get_scheduler knows.
+    """The schedule called ``name``: "wsd" (see :class:`Wsd`) or a name that transformers' get_scheduler knows.
 
-    decay_start and final_lr belong to wsd; ``args`` (the key lr_scheduler_args) go to transformers' scheduler. Raises
-    InputError naming the key for an unknown name or argument and for values that don't fit together.
+    decay_start, final_lr and ``forms`` (of warm-up and decay) belong to wsd; ``args`` (the key lr_scheduler_args) go to
+    transformers' scheduler. Raises InputError naming the key for an unknown name or argument and for values that don't
+    fit together.
     """
     args = dict(args or {})
+    warmup_form, decay_form = forms
     _check(name, args, total_steps=total_steps, num_warmup_steps=num_warmup_steps)
     if name == "wsd":
         if not 0.0 <= decay_start <= 1.0:
             raise InputError(f"decay_start: {decay_start} is not between 0 and 1, a part of all steps")
+        _check_forms(decay_form, warmup_form, lr=lr, final_lr=final_lr)
         # Decimal, so that 0.29 of 100 steps is 29: in binary it is a little less.
         decay_step = max(int(Decimal(str(decay_start)) * total_steps), num_warmup_steps)
         steps = (num_warmup_steps, decay_step, total_steps)
-        return StepSchedule(partial(wsd_rate, lr=lr, final_lr=final_lr, steps=steps))
+        return StepSchedule(Wsd(lr=lr, final_lr=final_lr, steps=steps, decay_form=decay_form, warmup_form=warmup_form))
     if final_lr != 0.0:
         raise InputError(f"final_lr: only wsd has one; {name} takes its end from lr_scheduler_args")
+    for key, form in (("decay_form", decay_form), ("warmup_form", warmup_form)):
+        if form != "linear":
+            raise InputError(f"{key}: only wsd has one; {name} takes its form from lr_scheduler_args")
     build = partial(_transformers_scheduler, name, lr, total_steps, num_warmup_steps, args)
     try:
         if name in OBSERVING:
@@ -159,18 +165,44 @@ def build_schedule(
     return schedule
 
 
-def wsd_rate(step: int, *, lr: float, final_lr: float, steps: tuple[int, int, int]) -> float:
-    """Warmup-stable-decay (MiniCPM, arXiv 2404.06395, eq. 1) at ``step``; steps = (W, T, S), W <= T <= S.
+@dataclass(frozen=True, slots=True)
+class Wsd:
+    """Warmup-stable-decay (MiniCPM, arXiv 2404.06395, eq. 1); steps = (W, T, S), W <= T <= S.
 
-    lr s/W below step W; lr up to step T; then on a line from (T, lr) to (S, final_lr). T is decay_start of S, rounded
-    down, but not before W. With T = S (decay_start 1) nothing decays.
+    lr g(s/W) below step W; lr up to step T; then final_lr + (lr - final_lr) f((s-T)/(S-T)), so that step S has
+    final_lr. T is decay_start of S, rounded down, but not before W; with T = S (decay_start 1) nothing decays. The
+    forms g and f are in WARMUP_FORMS and DECAY_FORMS. The exponential decay is MiniCPM's, 0.5^((s-T)/h) with the
+    half-life h that ends at final_lr: lr (final_lr/lr)^u.
     """
-    warmup, decay, total = steps
-    if step < warmup:
-        return lr * step / warmup
-    if step <= decay:
-        return lr
-    return final_lr + (lr - final_lr) * max(0, total - step) / (total - decay)
+
+    lr: float
+    final_lr: float
+    steps: tuple[int, int, int]
+    decay_form: str = "linear"
+    warmup_form: str = "linear"
+
+    def __call__(self, step: int) -> float:
+        """The rate of step ``step``, from 1."""
+        warmup, decay, total = self.steps
+        if step < warmup:
+            return self.lr * WARMUP_FORMS[self.warmup_form](step / warmup)
+        if step <= decay:
+            return self.lr
+        if step >= total:
+            return self.final_lr
+        done = (step - decay) / (total - decay)
+        if self.decay_form == "exponential":
+            return float(self.lr * (self.final_lr / self.lr) ** done)
+        return self.final_lr + (self.lr - self.final_lr) * DECAY_FORMS[self.decay_form](done)
+
+
+def _check_forms(decay_form: str, warmup_form: str, *, lr: float, final_lr: float) -> None:
+    forms = (("decay_form", decay_form, (*DECAY_FORMS, "exponential")), ("warmup_form", warmup_form, (*WARMUP_FORMS,)))
+    for key, form, known in forms:
+        if form not in known:
+            raise InputError(f"{key}: {form!r} is unknown; it is one of {', '.join(known)}")
+    if decay_form == "exponential" and final_lr == 0.0:
+        raise InputError(f"final_lr: an exponential decay never reaches 0; set it to a tenth of lr, {lr / 10:g}, say")
 
 
 def _check(name: str, args: Mapping[str, Any], *, total_steps: int, num_warmup_steps: int) -> None:
