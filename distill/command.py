@@ -150,7 +150,7 @@ def _setting(key: Key, text: str, *, said: str) -> Setting:
         value = _BOOLEANS.get(text.lower(), text)
     elif key.types & {"integer", "number"} and _NUMBER.fullmatch(text):
         value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else float(text)
-    elif key.types & {"array", "object"} and ("string" not in key.types or text.startswith("[")):
+    elif key.types & {"array", "object"} and ("string" not in key.types or text.startswith(("[", "{"))):
         try:
             value = read_json(text).value
         except JsonError as error:

@@ -103,12 +103,12 @@ class CachedSamples:
             label_logprobs=torch.from_numpy(records.label_logprobs),
         )
 
-    def entropy_quantile(self, quantile: float, rows: npt.NDArray[np.int64]) -> float:
-        """That quantile of the teacher's entropies, in nats, over all targets of the given samples.
+    def entropy_quantile(self, quantile: float) -> float:
+        """That quantile of the teacher's entropies, in nats, over all targets.
 
-        Reads all of their records once. InputError if none is known, as of several teachers.
+        Reads all records once. InputError if no entropy is known, as of several teachers.
         """
-        parts = [self._records([self.samples[row]]).entropies for row in rows.tolist()]
+        parts = [self._records([sample]).entropies for sample in self.samples]
         known = np.concatenate([part[~np.isnan(part)] for part in parts])
         if not len(known):
             raise InputError(

@@ -145,6 +145,11 @@ def _train(given: Config, options: RunOptions, *, may_collect: bool) -> None:
             planned_work(job, console, may_collect=may_collect, always_lock=going_on and may_collect)
         )
         in_parts = going_on or exceeds_cap(job, works)
+        if in_parts and config.training.ce_below_entropy_quantile:
+            raise InputError(
+                "ce_below_entropy_quantile: needs all records at once, which max_cache_size_gb doesn't hold; leave it"
+                " at 0, or raise max_cache_size_gb"
+            )
         if in_parts and not going_on:
             check_room(job, works, set_free=Journal.own_of(state))
         if any(work.missing for work in works):

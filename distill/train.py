@@ -20,7 +20,7 @@ from distill.config import Training
 from distill.dataloader import CachedSamples, OptimizerStep, Segment, StepPlan, load_steps
 from distill.errors import InputError
 from distill.evaluate import MetricSums, batch_metrics
-from distill.losses import build_loss
+from distill.losses import LossFunction, LossParameters, Weighing, build_loss
 from distill.optim import Schedule, build_optimizer, build_schedule
 from distill.progress import Progress, TrainPaths, TrainReport
 from distill.report import Console, RunFolder, Tracker
@@ -85,7 +85,6 @@ class Trainer:
         # Small gradients would be zero in fp16: they are made larger until just before they are used.
         scaled, device = config.training_precision == "fp16", torch.device(student.spec.device)
         self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
-        self._loss = build_loss(config.loss, temperature=config.temperature)
         self._progress = Progress()
 
     def run(
@@ -104,6 +103,7 @@ class Trainer:
             progress.before = self._validate(run_folder, tracker, console)
         elif self._is_best():
             self._paths.export_best(student)  # a kill may have come between the state and this
+        self._loss, self._weighing = self._build_loss()
         student.model.train()
         last_save = time.monotonic()
         first, last = progress.step + 1, progress.step if self._done() else min(total, until or total)
@@ -137,6 +137,26 @@ class Trainer:
             self._save(run_folder)
         return self._report(resumed)
 
+    def _build_loss(self) -> tuple[LossFunction, Weighing | None]:
+        """What is minimised. The entropy below which the text alone is learned is found once, and then saved."""
+        config, progress = self._config, self._progress
+        if config.ce_below_entropy_quantile and progress.ce_below_entropy is None:
+            progress.ce_below_entropy = self._data.entropy_quantile(config.ce_below_entropy_quantile)
+        named = {config.loss: 1.0} if isinstance(config.loss, str) else config.loss
+        mix: dict[str, float] = dict(named.items())
+        if config.ce_weight:
+            mix["ce"] = mix.get("ce", 0.0) + config.ce_weight
+        parameters = LossParameters(config.jsd_beta, config.skew_alpha, config.ab_alpha, config.ab_beta)
+        loss = build_loss(
+            mix,
+            temperature=config.temperature,
+            tail=config.tail,
+            parameters=parameters,
+            ce_below_entropy=progress.ce_below_entropy,
+        )
+        by = build_loss("kl", temperature=config.temperature, tail=config.tail)
+        return loss, Weighing(by, config.alpha) if config.alpha else None
+
     def _train_step(self, step: OptimizerStep) -> dict[str, float]:
         """One optimizer step: the mean loss over all targets of all its micro-batches.
 
@@ -151,7 +171,8 @@ class Trainer:
         losses = []
         for micro_batch in step.micro_batches:
             batch = micro_batch.to(device)
-            value = self._student.loss(batch.tokens, batch.targets, self._loss, scale=factor / step.num_targets)
+            scale = factor / step.num_targets
+            value = self._student.loss(batch.tokens, batch.targets, self._loss, scale=scale, weighing=self._weighing)
             value.backward()
             losses.append(value.detach() / factor)
         loss = sum(losses, torch.zeros((), device=device))

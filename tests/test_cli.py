@@ -197,6 +197,7 @@ def test_booleans_of_report_a14(calls: Calls, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == 'error: --add_bos: must be true or false, not "maybe"\n'
 
 
+LOSSES = '"kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "ab", "ce"'
 STUCK = "(a value does not stick to its flag: write"
 WRONG: list[tuple[str, str]] = [
     ("-sgd", f"-sgd: unknown flag; `--help` lists all {STUCK} -s gd)"),
@@ -235,7 +236,8 @@ WRONG: list[tuple[str, str]] = [
     ("--max_memory {0:1}", "--max_memory: must be an object of strings in JSON: expected a key in double quotes (1:2)"),
     ('--max_memory {"0":"24GB"}', '--max_memory: {"0": "24GB"} is not available yet (available: null)'),
     ("-s=", "-s: must not be empty (null means the default)"),
-    ("--loss klx", '--loss: must be one of "kl", "ce", not "klx"; did you mean \'kl\'?'),
+    ("--loss klx", f"--loss: must be one of {LOSSES} or an object of numbers, not \"klx\"; did you mean 'kl'?"),
+    ('--loss {"kl":1,"ab":1} --tail drop', "--tail: drop is of kl alone; ab takes bucket or renormalise"),
     ("--config no.json", "no.json: cannot be read (No such file or directory); name the file with --config PATH"),
     ("--from a", "--from: belongs to init-student and import"),
     ("--layer a", "--layer: belongs to inspect and export"),

@@ -34,6 +34,7 @@ def refusal(path: Path) -> str:
 
 BACKSLASH = r'write backslashes doubled ("C:\\data") or forward slashes ("C:/data")'
 NO_VALIDATION = "needs validations; set validate_every_n_epochs above 0"
+LOSSES = '"kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "ab", "ce"'
 PARTS = "SYS_START, SYS_END, USER_START, USER_END, ASSISTANT_START, ASSISTANT_END"
 WRONG_VALUES: list[tuple[str, str]] = [
     ('"batch_size": 0', "batch_size: must be at least 1, not 0"),
@@ -63,8 +64,8 @@ WRONG_VALUES: list[tuple[str, str]] = [
     ('"betas": 0.9', "betas: must be a list of 2 numbers, not 0.9"),
     ('"add_bos": 1', "add_bos: must be true or false, not 1"),
     ('"add_bos": "false"', 'add_bos: must be true or false, not "false"'),
-    ('"loss": "klx"', 'loss: must be one of "kl", "ce", not "klx"; did you mean \'kl\'?'),
-    ('"loss": 3', 'loss: must be one of "kl", "ce", not 3'),
+    ('"loss": "klx"', f"loss: must be one of {LOSSES} or an object of numbers, not \"klx\"; did you mean 'kl'?"),
+    ('"loss": 3', f"loss: must be one of {LOSSES} or an object of numbers, not 3"),
     ('"device": "gpu"', 'device: must be "cpu", "cuda", "cuda:N" or "mps", not "gpu"'),
     ('"dataset_path": 3', "dataset_path: must be a path or a list of paths, not 3"),
     ('"dataset_path": ["a", 3]', 'dataset_path: must be a path or a list of paths, not ["a", 3]'),
@@ -89,7 +90,18 @@ WRONG_VALUES: list[tuple[str, str]] = [
     ('"epochs_per_round": "All"', 'epochs_per_round: must be 1 or "all", not "All"'),
     ('"teacher_weights": {"a": -1}', "teacher_weights: must be at least 0, not -1"),
     ('"reserve_vram": [-1]', "reserve_vram: must be at least 0, not -1"),
-    ('"alpha": 1', "alpha: 1.0 is not available yet (available: 0.0)"),
+    ('"alpha": -1', "alpha: must be at least 0, not -1"),
+    ('"loss": {}', "loss: a mix without weights; give at least one loss a weight above 0"),
+    ('"loss": {"kl": 0}', "loss: a mix without weights; give at least one loss a weight above 0"),
+    ('"loss": {"kl": -1}', "loss: must be at least 0, not -1"),
+    ('"jsd_beta": 0', "jsd_beta: must be above 0, not 0"),
+    ('"skew_alpha": 1', "skew_alpha: must be below 1, not 1"),
+    ('"ce_below_entropy_quantile": 2', "ce_below_entropy_quantile: must be at most 1, not 2"),
+    ('"loss": "jsd", "tail": "drop"', "tail: drop is of kl alone; jsd takes bucket or renormalise"),
+    (
+        '"loss": {"kl": 1, "ab": 1}, "tail": "to_target"',
+        "tail: to_target is of kl alone; ab takes bucket or renormalise",
+    ),
     ('"early_stop_patience": 2, "validate_every_n_epochs": 0', f"early_stop_patience: {NO_VALIDATION}"),
     ('"save_best_student": true, "validate_every_n_epochs": 0', f"save_best_student: {NO_VALIDATION}"),
     ('"keep_students": 2', "keep_students: there are none to keep; set save_student_every_n_epochs above 0"),

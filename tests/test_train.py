@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -105,6 +106,41 @@ def test_validation_and_exports_come_when_they_are_due(bench: Bench) -> None:
     assert sorted(p.name for p in (bench.folder / "trained").iterdir()) == ["toy_final", "toy_step_2"]
     bench.train("rare", validate_every_n_epochs=0)
     assert bench.steps("validation") == [0, 4]
+
+
+MIXES: list[dict[str, object]] = [
+    {"loss": {"kl": 0.7, "skew_reverse_kl": 0.3}, "skew_alpha": 0.2},
+    {"loss": "kl", "tail": "to_target", "alpha": 2.0, "temperature": 2.0},
+    {"loss": "jsd", "tail": "renormalise", "ce_weight": 0.3},
+    {"loss": "ab", "ce_below_entropy_quantile": 0.3},
+]
+
+
+@pytest.mark.parametrize("changes", MIXES)
+def test_every_key_of_the_loss_trains_and_resumes_exactly(
+    bench: Bench, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bench.train("whole", **changes)
+    assert (
+        whole.after["ce" if "ce_weight" in changes else "kl"] < whole.before["ce" if "ce_weight" in changes else "kl"]
+    )
+    bench.train("plain")
+    assert bench.weights("whole_final") != bench.weights("plain_final")
+    bench.train("cut", until=2, **changes)
+    # What was found once isn't looked for again.
+    monkeypatch.setattr(CachedSamples, "entropy_quantile", None)
+    bench.train("cut", **changes)
+    assert bench.weights("cut_final") == bench.weights("whole_final")
+
+
+def test_the_surest_targets_are_a_part_of_all(bench: Bench, data: CachedSamples) -> None:
+    every = np.concatenate([data._records([sample]).entropies for sample in data.samples])
+    threshold = data.entropy_quantile(0.25)
+    assert abs((every < threshold).mean() - 0.25) < 0.05
+    share = data.teachers[0]
+    unknown = CachedSamples([share, replace(share, weight=2.0)], data.samples)  # merged: only bounds are known
+    with pytest.raises(InputError, match="ce_below_entropy_quantile"):
+        unknown.entropy_quantile(0.25)
 
 
 def test_a_signal_finishes_the_step_saves_and_the_next_start_goes_on(

@@ -75,6 +75,11 @@ class Config(BaseModel):
         training = self.training
         if training.final_lr > training.lr:
             raise _broken_rule("final_lr", f"{show(training.final_lr)} is above lr, {show(training.lr)}")
+        names = [training.loss] if isinstance(training.loss, str) else list(training.loss)
+        if not isinstance(training.loss, str) and not sum(training.loss.values()):
+            raise _broken_rule("loss", "a mix without weights; give at least one loss a weight above 0")
+        if training.tail in ("drop", "to_target") and (others := [name for name in names if name not in ("kl", "ce")]):
+            raise _broken_rule("tail", f"{training.tail} is of kl alone; {others[0]} takes bucket or renormalise")
         if not training.validate_every_n_epochs:
             for key in ("early_stop_patience", "save_best_student"):
                 if getattr(training, key):
@@ -231,6 +236,6 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def _wrong_type(key: Key, value: Any) -> str:
-    choices = key.schema.get("enum", ())
+    choices = [choice for schema in key.schema.get("anyOf", [key.schema]) for choice in schema.get("enum", ())]
     hint = suggest(value, choices) if isinstance(value, str) else ""
     return f"must be {key.describe()}, not {show(value)}{hint}"

@@ -12,6 +12,8 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+LossName = Literal["kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "ab", "ce"]
+Tail = Literal["bucket", "renormalise", "drop", "to_target"]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 PROMPT_PARTS = ("SYS_START", "SYS_END", "USER_START", "USER_END", "ASSISTANT_START", "ASSISTANT_END")
@@ -191,8 +193,30 @@ class Training(Section):
     grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
     student_device: Device | None = key(None, "Device of the student where that isn't device.")
     grad_checkpointing: bool = key(False, "Save memory by computing activations again in the backward pass.")
-    loss: Literal["kl", "ce"] = key(
-        "kl", "kl learns the teacher's distribution, ce only the text itself.", decides="result"
+    loss: LossName | dict[LossName, NonNegative] = key(
+        "kl",
+        "What is learned of the teacher's distribution, or ce of the text alone; an object mixes several by weight.",
+        decides="result",
+    )
+    tail: Tail = key(
+        "bucket",
+        "Mass outside the kept ids: one outcome more (bucket), as if there were none (renormalise), or, of kl alone,"
+        " left out (drop) or given to the real token (to_target).",
+        decides="result",
+    )
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = key(
+        0.5, "Weight of the teacher in jsd's mixture.", decides="result"
+    )
+    skew_alpha: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.1, "Part of the first distribution in the second one of the skewed losses.", decides="result"
+    )
+    ab_alpha: NonNegative = key(0.2, "Exponent of the teacher in ab.", decides="result")
+    ab_beta: NonNegative = key(0.7, "Exponent of the student in ab.", decides="result")
+    ce_weight: NonNegative = key(0.0, "Weight of the text's cross-entropy, added to the loss.", decides="result")
+    ce_below_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = key(
+        0.0,
+        "Part of the targets, those where the teacher is surest, that learn the text alone; reads the cache once more.",
+        decides="result",
     )
     temperature: Positive = key(1.0, "Temperature of the distillation loss.", flag="-t", decides="result")
     lr: Positive = key(1e-5, "Highest learning rate.", flag="-lr", decides="result")
@@ -205,7 +229,10 @@ class Training(Section):
     )
     warmup_form: Literal["linear", "cosine"] = key("linear", "Curve on which wsd warms up.", decides="result")
     alpha: NonNegative = key(
-        0.0, "Weight of targets by their divergence; 0 weighs all alike.", decides="result", available=(0.0,)
+        0.0,
+        "Weighs targets by ((kl / largest of the sample) + 1)^alpha; above 0 a step takes one more product with the"
+        " output layer.",
+        decides="result",
     )
     lr_scheduler: Scheduler = key(
         "wsd", "Schedule of the learning rate: wsd, or a name of transformers.", decides="result"
