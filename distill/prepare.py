@@ -144,6 +144,7 @@ def prepare(config: Config, console: Console) -> Job:
             grad_checkpointing=config.training.grad_checkpointing,
             trust_remote_code=config.pipeline.trust_remote_code,
             chat_template=template.jinja() if template else None,
+            freeze_layers=config.student.freeze_layers,
         ),
         splits=splits,
         admissions=admissions,

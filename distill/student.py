@@ -1,7 +1,8 @@
 """The student: load, loss and statistics at target positions, export, and a new one made from a teacher's layers."""
 
+import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class StudentSpec:
     """How to load a student. ``vocab_size`` is the crop; weights are kept in fp32 for every ``precision`` so far.
 
     ``chat_template`` is the format that it is trained on, which its export takes over; None for completions only.
+    Parameters whose name contains one of ``freeze_layers`` aren't trained.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class StudentSpec:
     grad_checkpointing: bool
     trust_remote_code: bool
     chat_template: str | None = None
+    freeze_layers: tuple[str, ...] = ()
 
 
 class Student:
@@ -54,6 +57,7 @@ class Student:
         self.model: PreTrainedModel = load_causal_lm(
             spec.folder, dtype="fp32", device=spec.device, trust_remote_code=spec.trust_remote_code
         )
+        _freeze(self.model, spec.freeze_layers)
         probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
         self._known_head = verified_head(self.model, spec.vocab_size, probe) is not None
         self.note = None if self._known_head else f"{spec.folder.name}: {UNKNOWN_HEAD}"
@@ -113,14 +117,14 @@ class Student:
             self.model.train(was_training)
 
     def export(self, folder: Path) -> None:
-        """An ordinary Hugging Face folder, there whole or not at all; bf16 students are stored as bf16."""
+        """An ordinary Hugging Face folder, there whole or not at all, in the type of the student's precision."""
         if folder.exists():
             return  # made by this run before it was killed; the same step gives the same bytes
         tokenizer = load_tokenizer(self.spec.folder, trust_remote_code=self.spec.trust_remote_code)
         if self.spec.chat_template is not None:
             tokenizer.chat_template = self.spec.chat_template
         with saved_folder(folder) as temporary:
-            _save_model(self.model, temporary, "bf16" if self.spec.precision == "bf16" else "fp32")
+            _save_model(self.model, temporary, self.spec.precision)
             tokenizer.save_pretrained(temporary)
 
     def _target_hidden(self, tokens: TokenBatch) -> Tensor:
@@ -131,9 +135,34 @@ class Student:
         return logits.flatten(0, 1)[tokens.predict_rows, : self.spec.vocab_size]  # type: ignore[no-any-return]
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.spec.precision == "bf16":
-            return torch.autocast(torch.device(self.spec.device).type, dtype=torch.bfloat16)
-        return nullcontext()
+        if self.spec.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(torch.device(self.spec.device).type, dtype=torch_dtype(self.spec.precision))
+
+
+def _freeze(model: nn.Module, parts: Sequence[str]) -> None:
+    """Take the gradient from parameters with one of ``parts`` in their name, tied ones under any of their names.
+
+    InputError for one that is in none.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for part in parts:
+        named = [parameter for name, parameter in parameters.items() if part in name]
+        if not named:
+            near = difflib.get_close_matches(part, sorted(_name_parts(parameters)), n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; they look like {next(iter(parameters))}"
+            raise InputError(f"freeze_layers: {part!r} is in no parameter's name{hint}")
+        for parameter in named:
+            parameter.requires_grad_(False)
+
+
+def _name_parts(names: Iterable[str]) -> set[str]:
+    """Names, and all that begins and ends at a dot in them."""
+    found = set()
+    for name in names:
+        words = name.split(".")
+        found |= {".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    return {part for part in found if not part.isdigit()}
 
 
 def kept_layers(layers: int, keep: int) -> list[int]:

@@ -109,13 +109,15 @@ WRONG_VALUES: list[tuple[str, str]] = [
         '"decay_form": "sqrt"',
         'decay_form: must be one of "linear", "cosine", "1-sqrt", "exponential", not "sqrt"; did you mean \'1-sqrt\'?',
     ),
-    ('"training_precision": "4bit"', 'training_precision: "4bit" is not available yet (available: "fp32", "bf16")'),
+    (
+        '"training_precision": "4bit"',
+        'training_precision: "4bit" is not available yet (available: "fp32", "bf16", "fp16")',
+    ),
     ('"num_gpu0_layers": 3', "num_gpu0_layers: 3 is not available yet (available: null)"),
     ('"device_map": "custom"', 'device_map: "custom" is not available yet (available: null)'),
     ('"max_memory": {"0": "24GB"}', 'max_memory: {"0": "24GB"} is not available yet (available: null)'),
     ('"multi_gpu": true', "multi_gpu: true is not available yet (available: false)"),
     ('"use_flash_attn_2": true', "use_flash_attn_2: true is not available yet (available: false)"),
-    ('"freeze_layers": ["a"]', 'freeze_layers: ["a"] is not available yet (available: [])'),
 ]
 
 

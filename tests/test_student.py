@@ -1,6 +1,7 @@
 """The student: loss on any architecture, export, and new students from a teacher's layers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from distill.collate import collate
 from distill.dataloader import pad
 from distill.errors import InputError
 from distill.losses import build_loss
+from distill.models import torch_dtype
 from distill.student import Student, StudentSpec, init_student, kept_layers
 from tests.architectures import ARCHITECTURES, VOCAB, make
 from tests.helpers import make_records, make_samples
@@ -58,18 +60,40 @@ def test_checkpointing_gives_the_same_gradients(student_folder: Path) -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
 
 
-def test_bf16_computes_close_to_fp32_and_keeps_fp32_weights(student_folder: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_computes_close_to_fp32_and_keeps_fp32_weights(student_folder: Path, precision: str) -> None:
     samples = make_samples(3, length=20)
     tokens = collate(samples)
     targets = pad(make_records(samples), tokens.labels)
-    fp32, bf16 = Student(spec_of(student_folder)), Student(spec_of(student_folder, "bf16"))
-    a, b = (s.loss(tokens, targets, build_loss("kl"), scale=1 / len(tokens.labels)) for s in (fp32, bf16))
+    fp32, half = Student(spec_of(student_folder)), Student(spec_of(student_folder, precision))
+    a, b = (s.loss(tokens, targets, build_loss("kl"), scale=1 / len(tokens.labels)) for s in (fp32, half))
     assert a.dtype == b.dtype == torch.float32 and 0 < abs(a.item() - b.item()) < 0.05
     b.backward()
-    assert {p.dtype for p in bf16.parameters()} == {p.grad.dtype for p in bf16.parameters()} == {torch.float32}
+    assert {p.dtype for p in half.parameters()} == {p.grad.dtype for p in half.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parts_stay_and_the_others_learn(student_folder: Path) -> None:
+    samples = make_samples(3, length=20)
+    tokens = collate(samples)
+    targets = pad(make_records(samples), tokens.labels)
+    student = Student(replace(spec_of(student_folder), freeze_layers=(".mlp.", "layers.0.self_attn", "lm_head")))
+    frozen = {name for name, p in student.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    assert any(".mlp." in name for name in frozen) and "lm_head.weight" in frozen
+    assert not any("norm" in name for name in frozen)
+    student.loss(tokens, targets, build_loss("kl"), scale=1.0).backward()
+    for parameter in student.model.parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+    assert len(student.parameters()) == sum(p.requires_grad for p in student.model.parameters())
+
+
+def test_a_part_of_no_name_is_refused_with_near_ones(student_folder: Path) -> None:
+    with pytest.raises(InputError, match=r"freeze_layers: 'embed_token_' is in no .*did you mean .*embed_tokens"):
+        Student(replace(spec_of(student_folder), freeze_layers=("lm_head", "embed_token_")))
+    with pytest.raises(InputError, match=r"freeze_layers: '42' .*they look like model"):
+        Student(replace(spec_of(student_folder), freeze_layers=("42",)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_an_export_is_whole_and_gives_equal_logits(student_folder: Path, tmp_path: Path, precision: str) -> None:
     student = Student(spec_of(student_folder, precision))
     (tmp_path / "out_final.tmp").mkdir()
@@ -79,7 +103,7 @@ def test_an_export_is_whole_and_gives_equal_logits(student_folder: Path, tmp_pat
     assert not (tmp_path / "out_final" / "leftover").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out_final")
     ids = torch.arange(10)[None]
-    assert loaded.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+    assert loaded.dtype == torch_dtype(precision)
     assert torch.allclose(loaded.float()(ids).logits, student.model(ids).logits, atol=0 if precision == "fp32" else 0.1)
     assert {p.dtype for p in student.parameters()} == {torch.float32}
 

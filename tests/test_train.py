@@ -66,9 +66,10 @@ class Bench:
         """One training of two epochs of two steps. ``fp16`` has the gradient scaled, of fp32 weights."""
         keys = {"num_epochs": 2, "batch_size": 3, "grad_accum_batches": 2, "lr": 0.01, "validate_every_n_epochs": 0.5}
         config = Config.from_flat(keys | changes).training
+        precision = config.training_precision
         if fp16:
             config = config.model_copy(update={"training_precision": "fp16"})
-        spec = StudentSpec(self.student, "fp32", "cpu", VOCAB, grad_checkpointing=False, trust_remote_code=False)
+        spec = StudentSpec(self.student, precision, "cpu", VOCAB, grad_checkpointing=False, trust_remote_code=False)
         paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name)
         plan = plan_steps(config, self.data.samples, seed=0)
         trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, plan=plan, paths=paths)
@@ -129,6 +130,20 @@ def test_every_key_of_the_loss_trains_and_resumes_exactly(
     bench.train("cut", until=2, **changes)
     # What was found once isn't looked for again.
     monkeypatch.setattr(CachedSamples, "entropy_quantile", None)
+    bench.train("cut", **changes)
+    assert bench.weights("cut_final") == bench.weights("whole_final")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_learns_in_half_precision_and_resumes_exactly(
+    bench: Bench, optimizer: str, precision: str
+) -> None:
+    lr = 0.1 if optimizer == "sgd" else 0.003
+    changes: dict[str, object] = {"optimizer": optimizer, "training_precision": precision, "lr": lr, "num_epochs": 5}
+    report = bench.train("whole", **changes)
+    assert report.after["kl"] < report.before["kl"]
+    bench.train("cut", until=3, **changes)
     bench.train("cut", **changes)
     assert bench.weights("cut_final") == bench.weights("whole_final")
 

@@ -253,7 +253,7 @@ class Training(Section):
         "shuffle", "Order of samples: new each epoch, by length, or as in the text.", decides="result"
     )
     training_precision: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] = key(
-        "fp32", "Number format of the student in training.", decides="result", available=("fp32", "bf16")
+        "fp32", "Number format of the student in training.", decides="result", available=("fp32", "bf16", "fp16")
     )
     validate_every_n_epochs: NonNegative = key(
         1.0, "Time between validations; 0 = only before and after.", unit="epochs"
@@ -293,7 +293,7 @@ class Student(Section):
     title: ClassVar = "Student Settings"
 
     freeze_layers: tuple[str, ...] = key(
-        (), "Parts of parameter names to leave untrained.", flag="-fl", decides="result", available=((),)
+        (), "Parts of parameter names to leave untrained.", flag="-fl", decides="result"
     )
     add_bos: bool | None = key(
         None,
