@@ -6,7 +6,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +24,19 @@ def distill(*words: str) -> float:
 def latest_summary(cache: Path) -> dict[str, Any]:
     """summary.json of the newest run."""
     return json.loads((cache / "runs" / "latest" / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def llama(vocab_size: int) -> "LlamaForCausalLM":
+    """A Llama of SmolLM2's shape with 6 layers and random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:

@@ -1,15 +1,14 @@
-"""The cache as a stream of whole optimizer steps, prefetched, the same for every start and every reader.
+"""The cache as a stream of whole optimizer steps, read ahead, the same for every start and any number of readers.
 
-The order is a function of (seed, epoch, part of the epoch) alone and the position is the step's number, so a resume
-needs one integer. Where several teachers have scored a sample, their records are merged when read.
+What is in a step is ``steps``' affair, and its number all that a resume needs. Readers are threads: most of their time
+goes by in inflating and in arithmetic on large arrays, outside the interpreter's lock, and what they have read needn't
+be copied. Where several teachers have scored a sample, their records are merged when read.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -19,13 +18,18 @@ from torch import Tensor
 
 from distill.cache import LayerSpec, Located
 from distill.collate import TokenBatch, collate
-from distill.errors import InputError
+from distill.errors import InputError, MachineError
 from distill.losses import SparseTargets
 from distill.merge import merge
 from distill.records import concat, select
+from distill.steps import StepPlan
 from distill.types import Records, TokenizedSample
 
-_PREFETCH_STEPS = 4
+_AHEAD_STEPS = 4
+_AHEAD_BYTES = 1 << 28
+"""No more is read ahead than so many steps a reader, nor, of large steps, so many bytes and one step."""
+
+_ENTRY_BYTES = 8 + 4
 _READ_TIMEOUT = 600.0  # seconds
 
 
@@ -53,7 +57,7 @@ class OptimizerStep:
 
 
 class RecordSource(Protocol):
-    """What one teacher can give, as ``distill.cache`` opens it."""
+    """What one teacher can give, as ``distill.cache`` opens it. Threads may share it."""
 
     @property
     def spec(self) -> LayerSpec: ...  # noqa: D102
@@ -92,16 +96,21 @@ class CachedSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """Read the given samples' records into one batch."""
+    def batch(self, rows: Sequence[int], begins_row: npt.NDArray[np.bool_] | None = None) -> Batch:
+        """Read the given samples' records into one batch; ``begins_row`` as for ``collate``."""
         samples = [self.samples[row] for row in rows]
         records = self._records(samples)
-        tokens = collate(samples)
+        tokens = collate(samples, begins_row)
         return Batch(
             tokens=tokens,
             targets=pad(records, tokens.labels),
             label_logprobs=torch.from_numpy(records.label_logprobs),
         )
+
+    def bytes_bound(self, rows: Sequence[int]) -> int:
+        """About how many bytes the batch of ``rows`` takes at most."""
+        entries = sum(teacher.source.spec.top_k for teacher in self.teachers)
+        return sum(len(self.samples[row].targets) for row in rows) * entries * _ENTRY_BYTES
 
     def entropy_quantile(self, quantile: float) -> float:
         """That quantile of the teacher's entropies, in nats, over all targets.
@@ -159,129 +168,66 @@ def pad(records: Records, labels: Tensor) -> SparseTargets:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Samples that are trained in one go: ``rows``, int64, of the dataset, as part ``part`` of epoch ``epoch``."""
+def load_steps(
+    data: CachedSamples, plan: StepPlan, *, first: int, last: int | None = None, readers: int = 1
+) -> Iterator[OptimizerStep]:
+    """The optimizer steps from ``first`` to ``last``, or to the end, read ahead by threads that end with them.
 
-    rows: npt.NDArray[np.int64]
-    epoch: int
-    part: int = 0
-
-
-def epoch_order(
-    lengths: npt.NDArray[np.int64], data_order: str, *, seed: int, epoch: int, part: int = 0
-) -> npt.NDArray[np.int64]:
-    """The order of the rows in ``part`` of ``epoch``, both from 0.
-
-    Shuffled anew each time, by falling length, or as in the dataset.
-    """
-    if data_order == "shuffle":
-        entropy = [seed, epoch, part] if part else [seed, epoch]
-        return np.random.Generator(np.random.PCG64(entropy)).permutation(len(lengths))
-    if data_order == "sorted":
-        return np.argsort(-lengths, kind="stable")
-    return np.arange(len(lengths))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """Which samples make which step. Steps are numbered from 1 through the whole training.
-
-    lengths: tokens of every sample of the dataset. segments: what is trained one after the other, by default all
-    samples, once an epoch; each epoch's hold every sample once. No step mixes two segments: the last one of a segment
-    takes what is left, its loss weighted by its targets.
+    With no ``readers`` each step is read when it is asked for. Nothing behind ``last`` is read, so only the segments up
+    to there have to be in the cache. What goes wrong with a step is raised in its place; MachineError if a read takes
+    ten minutes.
     """
 
-    lengths: npt.NDArray[np.int64]
-    batch_size: int
-    grad_accum_batches: int
-    num_epochs: int
-    data_order: str
-    seed: int
-    segments: Sequence[Segment] = ()
+    def read(rows: list[int]) -> Batch:
+        return data.batch(rows, plan.begins_row(rows))
 
-    def __post_init__(self) -> None:
-        rows = np.arange(len(self.lengths))
-        if not self.segments:
-            object.__setattr__(self, "segments", tuple(Segment(rows, epoch) for epoch in range(self.num_epochs)))
-            return
-        assert max(segment.epoch for segment in self.segments) < self.num_epochs, "an epoch too many"
-        for epoch in range(self.num_epochs):
-            parts = [segment.rows for segment in self.segments if segment.epoch == epoch]
-            assert all(map(len, parts)), "a segment without samples"
-            assert np.array_equal(np.sort(np.concatenate(parts)), rows), f"not every sample once in epoch {epoch}"
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of a full step."""
-        return self.batch_size * self.grad_accum_batches
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over the samples; their mean, rounded up, if epochs are cut differently."""
-        return -(-self.total_steps // self.num_epochs)
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole training."""
-        return self._ends[-1]
-
-    def steps_of(self, segment: int) -> range:
-        """Numbers of the steps that train ``segment``, an index into ``segments``."""
-        ends = self._ends
-        return range(ends[segment - 1] + 1 if segment else 1, ends[segment] + 1)
-
-    def segment_of(self, step: int) -> int:
-        """Index of the segment that step ``step`` belongs to."""
-        assert 1 <= step <= self.total_steps, f"there is no step {step}"
-        return bisect_left(self._ends, step)
-
-    def steps(self, first: int = 1, last: int | None = None) -> Iterator[tuple[int, list[list[int]]]]:
-        """(number, rows of each micro-batch) from step ``first`` to step ``last``, or to the end."""
-        last = self.total_steps if last is None else last
-        if first > last:
-            return
-        for index in range(self.segment_of(first), self.segment_of(last) + 1):
-            numbers, order = self.steps_of(index), self._order(self.segments[index])
-            for number in range(max(first, numbers.start), min(last, numbers[-1]) + 1):
-                start = (number - numbers.start) * self.samples_per_step
-                rows = order[start : start + self.samples_per_step].tolist()
-                yield number, [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-
-    def _order(self, segment: Segment) -> npt.NDArray[np.int64]:
-        lengths = self.lengths[segment.rows]
-        order = epoch_order(lengths, self.data_order, seed=self.seed, epoch=segment.epoch, part=segment.part)
-        return segment.rows[order]
-
-    @property
-    def _ends(self) -> list[int]:
-        """The last step of each segment."""
-        return list(accumulate(-(-len(segment.rows) // self.samples_per_step) for segment in self.segments))
-
-
-def load_steps(data: CachedSamples, plan: StepPlan, *, first: int, last: int | None = None) -> Iterator[OptimizerStep]:
-    """The optimizer steps from ``first`` to ``last``, or to the end, read ahead by a thread that ends with them.
-
-    Nothing behind ``last`` is read, so only the segments up to there have to be in the cache.
-    """
-
-    def build(number: int, micro_batches: list[list[int]]) -> OptimizerStep:
-        batches = tuple(data.batch(rows) for rows in micro_batches)
-        return OptimizerStep(
-            number=number,
-            micro_batches=batches,
-            num_targets=sum(len(batch.tokens.labels) for batch in batches),
-            num_tokens=sum(len(data.samples[row].token_ids) for rows in micro_batches for row in rows),
-        )
-
-    pending: deque[Future[OptimizerStep]] = deque()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    if not readers:
+        for number, micro_batches in plan.steps(first, last):
+            yield _step(number, [read(rows) for rows in micro_batches])
+        return
+    ahead: deque[_Ahead] = deque()
+    pool = ThreadPoolExecutor(readers, thread_name_prefix="prefetch")
+    patient = True
     try:
         for number, micro_batches in plan.steps(first, last):
-            pending.append(pool.submit(build, number, micro_batches))
-            if len(pending) > _PREFETCH_STEPS:
-                yield pending.popleft().result(timeout=_READ_TIMEOUT)
-        while pending:
-            yield pending.popleft().result(timeout=_READ_TIMEOUT)
+            size = sum(map(data.bytes_bound, micro_batches))
+            ahead.append(_Ahead(number, [pool.submit(read, rows) for rows in micro_batches], size))
+            while len(ahead) > 1 and (
+                len(ahead) > _AHEAD_STEPS * readers or sum(step.bytes for step in ahead) > _AHEAD_BYTES
+            ):
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except _TooSlowError:
+        patient = False
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=patient, cancel_futures=True)
+
+
+class _TooSlowError(MachineError):
+    """A reader is stuck; waiting for it to end would be, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """A step that is being read, and about how many bytes it takes."""
+
+    number: int
+    batches: list[Future[Batch]]
+    bytes: int
+
+    def result(self) -> OptimizerStep:
+        _, late = wait(self.batches, timeout=_READ_TIMEOUT)
+        if late:
+            raise _TooSlowError(f"the cache: step {self.number} could not be read in {_READ_TIMEOUT:g} seconds")
+        return _step(self.number, [batch.result() for batch in self.batches])
+
+
+def _step(number: int, batches: list[Batch]) -> OptimizerStep:
+    return OptimizerStep(
+        number=number,
+        micro_batches=tuple(batches),
+        num_targets=sum(len(batch.tokens.labels) for batch in batches),
+        num_tokens=sum(batch.tokens.num_tokens for batch in batches),
+    )

@@ -118,21 +118,36 @@ def _softcap(config: PretrainedConfig) -> float | None:
     return None
 
 
-def hidden_states(model: PreTrainedModel, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, token_ids: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None
+) -> Tensor:
     """The normed hidden states [B, L, H] that the head reads, of right-padded token_ids int64 [B, L].
 
     No attention mask is given: in a causal model what stands to the right of a position can't reach it. With a
-    ``cache`` the tokens follow those that it has seen, and it has seen them too afterwards.
+    ``cache`` the tokens follow those that it has seen, and it has seen them too afterwards. With position_ids, int64
+    [B, L], rows hold several samples, each beginning where they restart: :func:`packs` says whether a model honours it.
     """
     body = _body(model)
-    hidden: Tensor = body(input_ids=token_ids, **_caching(body, cache)).last_hidden_state
-    return hidden
+    hidden: Tensor = body(**_inputs(model, token_ids, position_ids), **_caching(body, cache)).last_hidden_state
+    return hidden.view(*token_ids.shape, -1)
 
 
-def own_logits(model: PreTrainedModel, token_ids: Tensor, cache: Cache | None = None) -> Tensor:
+def own_logits(
+    model: PreTrainedModel, token_ids: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None
+) -> Tensor:
     """The model's own logits [B, L, rows] of what :func:`hidden_states` gives the hidden states of."""
-    logits: Tensor = model(input_ids=token_ids, **_caching(model, cache)).logits
-    return logits
+    logits: Tensor = model(**_inputs(model, token_ids, position_ids), **_caching(model, cache)).logits
+    return logits.view(*token_ids.shape, -1)
+
+
+def _inputs(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
+    if position_ids is None:
+        return {"input_ids": token_ids}
+    # transformers makes a block-diagonal mask of positions that restart. With FlashAttention there is no mask, and
+    # samples are told apart only where there is but one row.
+    if "flash" in str(model.config._attn_implementation):
+        token_ids, position_ids = token_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    return {"input_ids": token_ids, "position_ids": position_ids}
 
 
 def _caching(module: nn.Module, cache: Cache | None) -> dict[str, Any]:
@@ -165,6 +180,37 @@ def runs_in_chunks(model: PreTrainedModel, token_ids: Tensor) -> bool:
         return False
     error = (torch.cat(chunks, 1) - whole).float().abs().max()
     return bool(error <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.float().abs().max())
+
+
+@torch.no_grad()
+def packs(model: PreTrainedModel, token_ids: Tensor) -> bool:
+    """Whether samples that share a row give the logits that each of them gives in a row of its own.
+
+    token_ids: int64 [1, L], L >= 12, which is cut into samples. False for architectures that take no position ids, use
+    them for something else, or look at a row as a whole. The model is left as it was.
+    """
+    samples = token_ids[0].tensor_split([5, 6])  # one of a single token among them
+    length = max(map(len, samples))
+    alone = torch.stack([F.pad(sample, (0, length - len(sample))) for sample in samples])
+    positions = torch.cat([torch.arange(len(sample), device=token_ids.device) for sample in samples])
+    was_training = model.training
+    model.train(False)
+    try:
+        separate = own_logits(model, alone)
+        # Two rows: what holds for one alone may not hold for a batch.
+        together = own_logits(model, token_ids.expand(2, -1), position_ids=positions.expand(2, -1))
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError):
+        return False
+    finally:
+        model.train(was_training)
+    expected = torch.cat([row[: len(sample)] for row, sample in zip(separate, samples, strict=True)]).float()
+    error = (together.float() - expected).abs().max()
+    return bool(error <= _packing_tolerance(model, separate.dtype) * expected.abs().max())
+
+
+def _packing_tolerance(model: PreTrainedModel, dtype: torch.dtype) -> float:
+    """Relative to the largest logit. Products with 8-bit weights are rounded by what else is in the batch."""
+    return 0.05 if getattr(model, "is_loaded_in_8bit", False) else max(1e-4, 8 * torch.finfo(dtype).eps)
 
 
 def head_error(model: PreTrainedModel, head: Head, token_ids: Tensor) -> float:

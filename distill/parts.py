@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from distill.dataloader import Segment, epoch_order
+from distill.steps import Segment, epoch_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,14 @@ class Visit:
 class Parts:
     """The order in which a training goes through parts of the text.
 
-    ``order`` are all rows of the dataset; ``ends`` the ends of the parts known so far, as positions in ``order``, each
-    but the last one of the text a multiple of ``samples_per_step``.
+    ``order`` are all units of the text (see ``steps``: samples, or what is batched or packed together); ``ends`` the
+    ends of the parts known so far, as positions in ``order``, each but the last one of the text a multiple of
+    ``units_per_step``.
     """
 
     order: npt.NDArray[np.int64]
     ends: tuple[int, ...]
-    samples_per_step: int
+    units_per_step: int
     num_epochs: int
     epochs_per_round: int | str
 
@@ -48,11 +49,11 @@ class Parts:
         return self.ends[part - 1] if part else 0
 
     def positions(self, part: int) -> npt.NDArray[np.int64]:
-        """The rows of a known part in the order in which they are collected."""
+        """The units of a known part in the order in which they are collected."""
         return self.order[self.start(part) : self.ends[part]]
 
     def rows(self, part: int) -> npt.NDArray[np.int64]:
-        """The rows of a known part, ascending."""
+        """The units of a known part, ascending."""
         return np.sort(self.positions(part))
 
     def visits(self) -> Iterator[Visit]:
@@ -65,7 +66,7 @@ class Parts:
             if part == len(self.ends):
                 yield Visit(part, epochs, position + 1, None)
                 return
-            steps = len(epochs) * math.ceil((self.ends[part] - self.start(part)) / self.samples_per_step)
+            steps = len(epochs) * math.ceil((self.ends[part] - self.start(part)) / self.units_per_step)
             yield Visit(part, epochs, position + 1, position + steps)
             position += steps
 
@@ -94,14 +95,16 @@ class Parts:
                 yield part, (epoch,)
 
 
-def base_order(rows: int, data_order: str, seed: int) -> npt.NDArray[np.int64]:
-    """The order in which the rows are dealt to parts: mixed if the training mixes them, else as they stand."""
-    return epoch_order(np.zeros(rows, np.int64), "shuffle" if data_order == "shuffle" else "native", seed=seed, epoch=0)
+def base_order(units: int, data_order: str, seed: int) -> npt.NDArray[np.int64]:
+    """The order in which the units are dealt to parts: mixed if the training mixes them, else as they stand."""
+    return epoch_order(
+        np.zeros(units, np.int64), "shuffle" if data_order == "shuffle" else "native", seed=seed, epoch=0
+    )
 
 
-def part_end(start: int, reach: int, *, samples_per_step: int, total: int) -> int:
-    """Where a part that begins at ``start`` ends if the ``reach`` samples from there on are in the cache.
+def part_end(start: int, reach: int, *, units_per_step: int, total: int) -> int:
+    """Where a part that begins at ``start`` ends if the ``reach`` units from there on are in the cache.
 
-    Behind the last whole optimizer step, or at the end of all ``total`` samples.
+    Behind the last whole optimizer step, or at the end of all ``total`` units.
     """
-    return total if start + reach == total else start + reach // samples_per_step * samples_per_step
+    return total if start + reach == total else start + reach // units_per_step * units_per_step

@@ -12,14 +12,13 @@ import numpy.typing as npt
 from distill.cache import Source
 from distill.checkpoint import saved_step
 from distill.config import Config, RunOptions
-from distill.dataloader import Segment
 from distill.errors import DistillError, InputError
 from distill.filling import CacheUse, cached_samples, collect_all
 from distill.journal import Journal
 from distill.lock import lock
 from distill.models import release_memory
 from distill.optim import check_optimizer, paging_note
-from distill.planning import Work, check_cap, describe_cost, explain, planned_work, survey
+from distill.planning import Work, check_cap, describe_cost, explain, job_steps, planned_work, survey
 from distill.prepare import Job, prepared
 from distill.progress import TrainPaths, TrainReport
 from distill.pruning import describe_unused, prune, unused, unused_bytes
@@ -53,8 +52,9 @@ from distill.runs import (
     state_folder,
 )
 from distill.splits import SPLITS, Split
+from distill.steps import Segment
 from distill.student import Student
-from distill.train import Trainer, describe, make_schedule, plan_steps, total_steps
+from distill.train import Trainer, describe, make_schedule, total_steps
 from distill.train import evaluate as evaluate_student
 
 # -- verbs -----------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def plan(config: Config, options: RunOptions) -> None:
             )
         for line in (*explain(job), *describe_cost(job, works), *describe_unused(unused(job))):
             console.say(line)
-        steps = plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed)
+        steps = job_steps(job)
         console.say(f"training: {total_steps(job.config.training, steps):,} steps, {steps.steps_per_epoch:,} an epoch")
 
 
@@ -202,7 +202,7 @@ def _check_training(job: Job, console: Console) -> None:
     note = paging_note(training.optimizer, job.student.device)
     if note:
         console.say(note)
-    total = total_steps(training, plan_steps(training, job.splits["train"].samples, job.config.pipeline.seed))
+    total = total_steps(training, job_steps(job))
     schedule = make_schedule(training, total)
     if total == 1 and not schedule.lr(1):
         console.warn(
@@ -255,7 +255,7 @@ class _Stage:
                 student,
                 data=cached_samples(job, "train", stack, rows),
                 validation=cached_samples(job, "validation", stack),
-                plan=plan_steps(config.training, job.splits["train"].samples, config.pipeline.seed, segments),
+                plan=job_steps(job, segments),
                 paths=TrainPaths(self.state, export_folder(config), self.run.name),
             )
             report = trainer.run(run_folder=self.folder, tracker=tracker, console=self.console, until=until)

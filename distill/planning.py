@@ -16,8 +16,17 @@ from distill.lock import lock
 from distill.prepare import Job
 from distill.report import Console
 from distill.splits import SPLITS, distinct
+from distill.steps import Segment, StepPlan
 from distill.teachers import JobTeacher
+from distill.train import plan_steps
 from distill.types import TokenizedSample
+
+
+def job_steps(job: Job, segments: Sequence[Segment] = ()) -> StepPlan:
+    """Which samples make which optimizer step of the job's training; see ``plan_steps``."""
+    config = job.config
+    samples, context_len = job.splits["train"].samples, config.model.context_len
+    return plan_steps(config.training, samples, config.pipeline.seed, segments, context_len=context_len)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,6 +145,7 @@ def prepare(config: Config, console: Console) -> Job:
             trust_remote_code=config.pipeline.trust_remote_code,
             chat_template=template.jinja() if template else None,
             freeze_layers=config.student.freeze_layers,
+            packing=config.training.packing,
         ),
         splits=splits,
         admissions=admissions,

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from distill.allowance import MARGIN, RoundAllowance
 from distill.cache import Layer
 from distill.collect import LAYER_BYTES, Budget, Stopped
-from distill.dataloader import Segment
 from distill.errors import InputError
 from distill.files import allocated, disk_bytes, disk_size
 from distill.filling import collect_all, collect_teacher
@@ -34,6 +33,7 @@ from distill.planning import (
     cap_bytes,
     count_targets,
     expected_bytes,
+    job_steps,
     most_bytes,
     open_budget,
     readers_lock,
@@ -42,10 +42,13 @@ from distill.planning import (
 )
 from distill.prepare import Job
 from distill.report import Console
+from distill.steps import Segment
 from distill.teachers import JobTeacher
+from distill.train import total_steps
 from distill.types import TokenizedSample
 
-Rows = npt.NDArray[np.int64]
+Units = npt.NDArray[np.int64]
+"""What the training's order moves as one (see ``steps``), by number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +83,11 @@ class Rounds:
             self._journal.promise(layer, shard)
         self._forget_what_is_gone()
         self._samples = job.splits["train"].samples
+        self._plan = job_steps(job)
         self._parts = Parts(
-            order=base_order(len(self._samples), config.training.data_order, config.pipeline.seed),
+            order=base_order(len(self._plan.units), config.training.data_order, config.pipeline.seed),
             ends=tuple(self._journal.ends),
-            samples_per_step=config.training.batch_size * config.training.grad_accum_batches,
+            units_per_step=self._plan.units_per_step,
             num_epochs=config.training.num_epochs,
             epochs_per_round=config.cache.epochs_per_round,
         )
@@ -103,9 +107,9 @@ class Rounds:
         """Turns of the whole training, as far as they are known."""
         return len(list(self._parts.visits()))
 
-    def rows(self, visit: Visit) -> Rows:
+    def rows(self, visit: Visit) -> npt.NDArray[np.int64]:
         """The rows of the dataset that are trained in ``visit``."""
-        return self._parts.rows(visit.part)
+        return self._plan.units.of(self._parts.rows(visit.part))
 
     def collect_next(self, step: int) -> Visit:
         """Collect what is trained when ``step`` optimizer steps are done. InputError if the cap holds no part."""
@@ -128,7 +132,7 @@ class Rounds:
         if not self._overlaps or visit.last >= self._total_steps():
             yield
             return
-        rows = self.rows(visit)
+        rows = self._parts.rows(visit.part)
         self._make_room_after(visit.last, rows)  # before the block opens what is there
         quiet = Console(StringIO(), StringIO())
         quiet.log_to(self._log)
@@ -157,7 +161,7 @@ class Rounds:
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 
-    def _collect_next(self, step: int, keep: Rows, voice: _Voice) -> Visit:
+    def _collect_next(self, step: int, keep: Units, voice: _Voice) -> Visit:
         """``keep``: rows whose shards take their part of the cap beside those of the next visit."""
         visit = self._parts.visit_after(step)
         if visit.last is not None:
@@ -175,7 +179,7 @@ class Rounds:
             for work in works:
                 self._collect(work, budget, budget.left, voice, must=True, try_first=True)
 
-    def _collect_new(self, visit: Visit, keep: Rows, voice: _Voice) -> None:
+    def _collect_new(self, visit: Visit, keep: Units, voice: _Voice) -> None:
         """As much of what no part has yet as there is room for: the next part."""
         start = self._parts.start(visit.part)
         rest = self._parts.order[start:]
@@ -186,17 +190,18 @@ class Rounds:
             room //= 2  # the other half is for the part that is collected while this one is trained on
         reach = len(rest)
         if any(work.missing for work in works):
+            first = len(self._samples) - len(self._at(rest)) + 1
             voice.console.say(
-                f"round: collecting part {visit.part + 1}, from sample {start + 1:,} of {start + len(rest):,}"
+                f"round: collecting part {visit.part + 1}, from sample {first:,} of {len(self._samples):,}"
             )
         for number, teacher in enumerate(self._job.teachers):
             work, *later = [self._survey(other, rest[:reach]) for other in self._job.teachers[number:]]
             expected = expected_bytes([work])
             share = room * expected // max(expected + expected_bytes(later), 1)
-            few = self._reach(teacher, rest[:reach]) < self._parts.samples_per_step
+            few = self._reach(teacher, rest[:reach]) < self._parts.units_per_step
             room -= self._collect(work, budget, share, voice, must=False, try_first=few)
             reach = self._reach(teacher, rest[:reach])
-        end = part_end(start, reach, samples_per_step=self._parts.samples_per_step, total=len(self._samples))
+        end = part_end(start, reach, units_per_step=self._parts.units_per_step, total=len(self._parts.order))
         if end == start:
             raise self._no_room(budget)
         self._journal.end_part(end)
@@ -219,21 +224,23 @@ class Rounds:
         self.use = self.use.plus(report, reused_targets=0)
         return before - budget.left
 
-    def _survey(self, teacher: JobTeacher, rows: Rows) -> Work:
+    def _survey(self, teacher: JobTeacher, rows: Units) -> Work:
         return survey_samples(self._job, teacher, "train", self._at(rows))
 
-    def _at(self, rows: Rows) -> list[TokenizedSample]:
-        return [self._samples[row] for row in rows.tolist()]
+    def _at(self, rows: Units) -> list[TokenizedSample]:
+        return [self._samples[row] for row in self._plan.units.of(rows).tolist()]
 
-    def _reach(self, teacher: JobTeacher, rows: Rows) -> int:
-        """How many of ``rows`` come before the first one that ``teacher`` should have scored and hasn't."""
-        samples = self._at(rows)
+    def _reach(self, teacher: JobTeacher, rows: Units) -> int:
+        """How many of ``rows`` come before the first one of which ``teacher`` should have scored more than it has."""
         lacking = {sample.key for shard in self._survey(teacher, rows).missing for sample in shard}
-        return next((index for index, sample in enumerate(samples) if sample.key in lacking), len(samples))
+        found = next((index for index, sample in enumerate(self._at(rows)) if sample.key in lacking), None)
+        return (
+            len(rows) if found is None else int(np.searchsorted(self._plan.units.sizes(rows).cumsum(), found, "right"))
+        )
 
     # -- making room --------------------------------------------------------------------------------------------------
 
-    def _make_room_after(self, step: int, keep: Rows) -> None:
+    def _make_room_after(self, step: int, keep: Units) -> None:
         """Room for what is trained after ``step``, beside the rows ``keep``."""
         visit = self._parts.visit_after(step)
         known = visit.last is not None
@@ -242,7 +249,7 @@ class Rounds:
         if any(work.missing for work in works):
             self._make_room(np.union1d(rows, keep), want=int(MARGIN * expected_bytes(works)), step=step)
 
-    def _make_room(self, keep: Rows, *, want: int, step: int = 0) -> None:
+    def _make_room(self, keep: Units, *, want: int, step: int = 0) -> None:
         """Delete own shards that hold no sample of the rows ``keep``, those needed last first, until ``want`` fits."""
         needed = {sample.key for sample in self._at(keep)}
         next_use = self._next_uses(step)
@@ -298,8 +305,7 @@ class Rounds:
         return open_budget(self._job.config, [self._own_layer(teacher) for teacher in self._job.teachers])
 
     def _total_steps(self) -> int:
-        steps = -(-len(self._samples) // self._parts.samples_per_step) * self._parts.num_epochs
-        return min(steps, self._job.config.training.max_steps or steps)
+        return total_steps(self._job.config.training, self._plan)
 
     def _no_room(self, budget: Budget) -> InputError:
         cap = cap_bytes(self._job.config)
@@ -333,9 +339,8 @@ def smallest_round(job: Job, works: Sequence[Work]) -> int:
 
 def _step_targets(job: Job, work: Work) -> float:
     """About how many targets the samples of an optimizer step have."""
-    training = job.config.training
-    samples = training.batch_size * training.grad_accum_batches
-    return min(1.0, samples / max(sum(len(shard) for shard in work.plan), 1)) * work.targets
+    plan = job_steps(job)
+    return min(1.0, plan.units_per_step / len(plan.units)) * work.targets
 
 
 def check_room(job: Job, works: Sequence[Work], *, set_free: Collection[tuple[str, str]], freed: int = 0) -> None:

@@ -22,7 +22,7 @@ from distill.fused import (
     fused_losses,
     student_statistics,
 )
-from distill.head import UNKNOWN_HEAD, find_head, hidden_states, verified_head
+from distill.head import UNKNOWN_HEAD, find_head, hidden_states, own_logits, packs, verified_head
 from distill.losses import LossFunction, SparseTargets, Weighing
 from distill.models import load_causal_lm, quiet_transformers, saved_folder, stored_dtype, torch_dtype, weight_files
 from distill.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ class StudentSpec:
     """How to load a student. ``vocab_size`` is the crop; weights are kept in fp32 for every ``precision`` so far.
 
     ``chat_template`` is the format that it is trained on, which its export takes over; None for completions only.
-    Parameters whose name contains one of ``freeze_layers`` aren't trained.
+    Parameters whose name contains one of ``freeze_layers`` aren't trained. ``packing``: rows may hold several samples.
     """
 
     folder: Path
@@ -47,6 +47,7 @@ class StudentSpec:
     trust_remote_code: bool
     chat_template: str | None = None
     freeze_layers: tuple[str, ...] = ()
+    packing: bool = False
 
 
 class Student:
@@ -61,6 +62,11 @@ class Student:
         probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
         self._known_head = verified_head(self.model, spec.vocab_size, probe) is not None
         self.note = None if self._known_head else f"{spec.folder.name}: {UNKNOWN_HEAD}"
+        if spec.packing and not packs(self.model, torch.arange(16, device=spec.device)[None] % spec.vocab_size):
+            raise InputError(
+                f"packing: {spec.folder.name} ({type(self.model).__name__}) doesn't keep samples in one row apart; set"
+                " it to false"
+            )
         if spec.grad_checkpointing:
             if not self.model.supports_gradient_checkpointing:
                 raise InputError(f"{spec.folder}: this architecture has no gradient checkpointing; grad_checkpointing")
@@ -128,11 +134,11 @@ class Student:
             tokenizer.save_pretrained(temporary)
 
     def _target_hidden(self, tokens: TokenBatch) -> Tensor:
-        return hidden_states(self.model, tokens.token_ids).flatten(0, 1)[tokens.predict_rows]
+        return tokens.at_targets(hidden_states(self.model, tokens.token_ids, position_ids=tokens.position_ids))
 
     def _own_logits(self, tokens: TokenBatch) -> Tensor:
-        logits = self.model(input_ids=tokens.token_ids, use_cache=False).logits
-        return logits.flatten(0, 1)[tokens.predict_rows, : self.spec.vocab_size]  # type: ignore[no-any-return]
+        logits = own_logits(self.model, tokens.token_ids, position_ids=tokens.position_ids)
+        return tokens.at_targets(logits)[:, : self.spec.vocab_size]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.spec.precision == "fp32":

@@ -17,13 +17,14 @@ from torch import Tensor
 from distill.checkpoint import newest_state, restore, save_state, saved_step
 from distill.collate import token_batches
 from distill.config import Training
-from distill.dataloader import CachedSamples, OptimizerStep, Segment, StepPlan, load_steps
+from distill.dataloader import CachedSamples, OptimizerStep, load_steps
 from distill.errors import InputError
 from distill.evaluate import MetricSums, batch_metrics
 from distill.losses import LossFunction, LossParameters, Weighing, build_loss
 from distill.optim import Schedule, build_optimizer, build_schedule
 from distill.progress import Progress, TrainPaths, TrainReport
 from distill.report import Console, RunFolder, Tracker
+from distill.steps import Segment, StepPlan
 from distill.student import Student
 from distill.types import TokenizedSample
 
@@ -108,7 +109,8 @@ class Trainer:
         last_save = time.monotonic()
         first, last = progress.step + 1, progress.step if self._done() else min(total, until or total)
         with stop_signal() as stop, console.progress("training", total, "steps", done=progress.step) as bar:
-            for step in load_steps(self._data, self._plan, first=first, last=last):
+            readers = self._config.loader_workers
+            for step in load_steps(self._data, self._plan, first=first, last=last, readers=readers):
                 metrics = self._train_step(step)
                 bar.advance(1, f"loss {metrics['loss']:.4f} lr {metrics['lr']:.2e}")
                 self._log("train", metrics, run_folder, tracker)
@@ -304,17 +306,28 @@ class Trainer:
 
 
 def plan_steps(
-    config: Training, samples: Sequence[TokenizedSample], seed: int, segments: Sequence[Segment] = ()
+    config: Training,
+    samples: Sequence[TokenizedSample],
+    seed: int,
+    segments: Sequence[Segment] = (),
+    *,
+    context_len: int | None = None,
 ) -> StepPlan:
-    """Which samples make which optimizer step; without ``segments`` an epoch is all samples."""
+    """Which samples make which optimizer step; without ``segments`` an epoch is all samples.
+
+    Packed rows have ``context_len`` tokens at most, by default those of the longest sample.
+    """
+    lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
     return StepPlan(
-        lengths=np.array([len(sample.token_ids) for sample in samples], np.int64),
+        lengths=lengths,
         batch_size=config.batch_size,
         grad_accum_batches=config.grad_accum_batches,
         num_epochs=config.num_epochs,
         data_order=config.data_order,
         seed=seed,
         segments=segments,
+        max_tokens=config.max_tokens_per_batch,
+        row_tokens=(context_len or int(lengths.max())) if config.packing else None,
     )
 
 

@@ -13,14 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.cache import Admissions, Located, Source, build_shard
-from distill.collate import collate, token_batches
 from distill.dataloader import (
     CachedSamples,
     OptimizerStep,
-    Segment,
-    StepPlan,
     TeacherShare,
-    epoch_order,
     load_steps,
     pad,
 )
@@ -29,6 +25,7 @@ from distill.fused import dense_loss
 from distill.losses import LOSSES, build_loss
 from distill.merge import merge
 from distill.records import concat, select
+from distill.steps import Segment, StepPlan, epoch_order
 from distill.types import Records, TokenizedSample
 from tests.helpers import VOCAB, make_records, make_samples, make_spec
 
@@ -326,15 +323,6 @@ def test_nothing_is_left_to_do_after_the_last_step() -> None:
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_token_before_a_target_predicts_it() -> None:
-    """The only shift: a row of hidden states predicts the token after it."""
-    samples = make_samples(9)
-    batch = collate(samples)
-    flat = batch.token_ids.flatten()
-    assert torch.equal(flat[batch.predict_rows + 1], batch.labels)
-    assert batch.token_ids.shape == (9, max(len(s.token_ids) for s in samples))
-
-
 @settings(deadline=None)
 @given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=8))
 def test_padding_repeats_the_first_id_without_mass(counts: list[int]) -> None:
@@ -354,12 +342,3 @@ def test_padding_repeats_the_first_id_without_mass(counts: list[int]) -> None:
         assert (padded.entry_ids[row, count:] == padded.entry_ids[row, 0]).all()
         assert (padded.entry_logprobs[row, count:] == -torch.inf).all()
         assert torch.isfinite(padded.entry_logprobs[row, :count]).all()
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 200))
-def test_token_batches_keep_the_budget(lengths: list[int], budget: int) -> None:
-    batches = token_batches(np.array(lengths), budget)
-    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
-    for batch in batches:
-        longest = max(lengths[row] for row in batch)
-        assert len(batch) == 1 or len(batch) * longest <= budget

@@ -21,6 +21,7 @@ LAYERS = [
         "head",
         "losses",
         "collate",
+        "steps",
         "optim",
         "workers",
         "models",

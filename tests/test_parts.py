@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.dataloader import StepPlan
 from distill.parts import Parts, base_order, part_end
+from distill.steps import StepPlan
 
 
 @st.composite
@@ -89,4 +89,4 @@ def test_the_visit_after_a_step() -> None:
     [(0, 0, 0), (0, 3, 0), (0, 4, 4), (0, 7, 4), (4, 6, 10), (4, 5, 8), (8, 2, 10)],
 )
 def test_parts_end_between_steps_or_at_the_end(start: int, reach: int, end: int) -> None:
-    assert part_end(start, reach, samples_per_step=4, total=10) == end
+    assert part_end(start, reach, units_per_step=4, total=10) == end

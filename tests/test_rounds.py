@@ -111,10 +111,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     counts: Counter[int] = Counter()
     batch = CachedSamples.batch
 
-    def counting(self: CachedSamples, rows: list[int]) -> object:
+    def counting(self: CachedSamples, rows: list[int], begins_row: object = None) -> object:
         if threading.current_thread().name.startswith("prefetch"):
             counts.update(rows)
-        return batch(self, rows)
+        return batch(self, rows, begins_row)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CachedSamples, "batch", counting)
     return counts

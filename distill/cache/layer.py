@@ -5,9 +5,10 @@ shard). The shards are the truth: an index line that is missing or torn is made 
 any two writes costs nothing.
 """
 
-from collections import OrderedDict
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from distill.cache.gate import Admissions, Finding, RefusedShardError
 from distill.cache.index import INDEX_FILE, index_bytes, index_line, is_shard_name, read_index, same_info
+from distill.cache.readers import Readers
 from distill.cache.shard import ShardInfo, ShardReader, keys_path, shard_name, shard_path, target_digest
 from distill.cache.spec import LAYER_FILE, LayerSpec, layer_hex, read_spec
 from distill.cache.strict import FileState, file_sha256, read_bounded
@@ -43,6 +45,7 @@ class Located:
 class Layer:
     """An opened layer. Readers take no lock; the one who collects holds a lock and alone writes the index.
 
+    Threads may ``read`` from one layer; all else is for one thread at a time.
     ``notes`` are lines about what was found amiss when it was opened.
     """
 
@@ -51,8 +54,9 @@ class Layer:
     shards: dict[str, ShardInfo]
     admissions: Admissions
     notes: list[str] = field(default_factory=list)
-    _readers: "OrderedDict[str, ShardReader]" = field(default_factory=OrderedDict)
+    _readers: Readers = field(default_factory=partial(Readers, _OPEN_SHARDS))
     _checked: dict[Path, FileState] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def open(cls, parent: Path, spec: LayerSpec, admissions: Admissions | None = None) -> Self:
@@ -89,9 +93,7 @@ class Layer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        self._readers.close()
 
     # -- writing: only under the lock -------------------------------------------------------------------------------
 
@@ -227,41 +229,42 @@ class Layer:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def reader(self, name: str) -> ShardReader:
-        """The reader of a shard; the least recently used ones are closed.
+        """The reader of a shard, for use by one thread; the least recently used ones are closed.
 
         When first opened its SHA-256 is compared with the index, and a shard that wasn't written here passes the gate.
         Raises InputError naming the file if it is damaged, hostile or of another layer.
         """
-        if name in self._readers:
-            self._readers.move_to_end(name)
-            return self._readers[name]
-        path = shard_path(self.folder, name)
-        state = FileState.of(path)
-        known = self.shards[name].sha256
-        if self._checked.get(path) != state and not (known in self.admissions and file_sha256(path) == known):
-            self.check(name)
-        reader = ShardReader(path)
-        if FileState.of(path) != state:
-            reader.close()
-            raise InputError(f"{path}: changed while it was opened; start again when nothing writes to it")
-        self._checked[path] = state
-        self._readers[name] = reader
-        if len(self._readers) > _OPEN_SHARDS:
-            self._readers.popitem(last=False)[1].close()
-        return reader
+        with self._readers.lent(name, partial(self._opened, name)) as reader:
+            return reader
 
     def read(self, sample: TokenizedSample, located: Located) -> Records:
         """The records of ``sample``'s targets, in their order."""
-        reader = self.reader(located.shard)
-        try:
-            records = reader.records(located.row)
-        except InputError as error:
-            what = f"{reader.path}: damaged shard (the records of sample {located.row} cannot be read)"
-            raise self.set_aside(located.shard, InputError(what)) from error
-        stored = reader.targets(located.row)
+        with self._readers.lent(located.shard, partial(self._opened, located.shard)) as reader:
+            try:
+                records = reader.records(located.row)
+            except InputError as error:
+                what = f"{reader.path}: damaged shard (the records of sample {located.row} cannot be read)"
+                raise self.set_aside(located.shard, InputError(what)) from error
+            stored = reader.targets(located.row)
         if len(stored) == len(sample.targets):
             return records
         return select(records, np.searchsorted(stored, sample.targets))
+
+    def _opened(self, name: str) -> ShardReader:
+        path = shard_path(self.folder, name)
+        with self._lock:
+            if name not in self.shards:  # another thread had it set aside
+                raise InputError(f"{path}: damaged shard; it is set aside, the next run collects it again")
+            state = FileState.of(path)
+            known = self.shards[name].sha256
+            if self._checked.get(path) != state and not (known in self.admissions and file_sha256(path) == known):
+                self.check(name)
+            reader = ShardReader(path)
+            if FileState.of(path) != state:
+                reader.close()
+                raise InputError(f"{path}: changed while it was opened; start again when nothing writes to it")
+            self._checked[path] = state
+            return reader
 
     def set_aside(self, name: str, error: InputError) -> InputError:
         """Move a damaged shard out of the dataset, so that the next run collects it again.
@@ -275,6 +278,8 @@ class Layer:
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
+            except FileNotFoundError:
+                pass  # another thread was there first
             except OSError as failure:
                 reason = failure.strerror
                 return InputError(f"{error}; cannot be set aside ({reason}), move it away and collect again")
@@ -315,5 +320,4 @@ class Layer:
         self.shards.pop(name, None)
         self._checked.pop(shard_path(self.folder, name), None)
         self._checked.pop(keys_path(self.folder, name), None)
-        if reader := self._readers.pop(name, None):
-            reader.close()
+        self._readers.forget(name)

@@ -189,7 +189,24 @@ class Training(Section):
         None, "Most optimizer steps, for which the schedule is made; null takes all.", unit="steps", decides="result"
     )
     num_warmup_steps: Natural = key(0, "Warm-up of the learning rate.", unit="steps", flag="-nws", decides="result")
-    batch_size: Count = key(4, "Size of a micro-batch.", unit="samples", flag="-bs", decides="result")
+    batch_size: Count = key(
+        4,
+        "Size of a micro-batch where max_tokens_per_batch is null; with packing its rows.",
+        unit="samples",
+        flag="-bs",
+        decides="result",
+    )
+    max_tokens_per_batch: Count | None = key(
+        None,
+        "Size of a micro-batch in place of batch_size: as many samples as fit, padding included, one at least.",
+        unit="tokens",
+        decides="result",
+    )
+    packing: bool = key(
+        False,
+        "Fill rows of context_len tokens with several samples, which don't see each other, instead of padding.",
+        decides="result",
+    )
     grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
     student_device: Device | None = key(None, "Device of the student where that isn't device.")
     grad_checkpointing: bool = key(False, "Save memory by computing activations again in the backward pass.")
@@ -270,6 +287,9 @@ class Training(Section):
     keep_students: Count | None = key(None, "Newest exports kept of those before the end; null keeps all.")
     save_best_student: bool = key(
         False, "Also export the student of the lowest validation KL, as NAME_best.", decides="result"
+    )
+    loader_workers: Annotated[int, Field(ge=0, le=64)] = key(
+        1, "Threads that read the cache ahead of the training; 0 reads when it is needed.", unit="threads"
     )
     save_state_every_minutes: NonNegative = key(
         15.0, "Time between states to resume from; 0 = every step.", unit="minutes"
