@@ -1,6 +1,8 @@
 """The stream of steps: order as a function of seed and epoch, exact continuation, honest padding."""
 
 import hashlib
+import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,13 +16,14 @@ from hypothesis import strategies as st
 
 from distill.cache import Admissions, Located, Source, build_shard
 from distill.dataloader import (
+    Batch,
     CachedSamples,
     OptimizerStep,
     TeacherShare,
     load_steps,
     pad,
 )
-from distill.errors import InputError
+from distill.errors import InputError, MachineError
 from distill.fused import dense_loss
 from distill.losses import LOSSES, build_loss
 from distill.merge import merge
@@ -142,34 +145,161 @@ def digest(steps: Iterable[OptimizerStep]) -> str:
         for batch in step.micro_batches:
             targets = batch.targets
             for tensor in (
-                *(batch.tokens.token_ids, batch.tokens.labels, batch.tokens.predict_rows),
+                *(batch.tokens.token_ids, batch.tokens.labels, batch.tokens.predict_rows, batch.tokens.samples),
                 *(targets.entry_ids, targets.entry_logprobs, targets.tail_logprobs, batch.label_logprobs),
             ):
                 sha.update(tensor.numpy().tobytes())
+            positions = batch.tokens.position_ids
+            sha.update(b"" if positions is None else positions.numpy().tobytes())
     return sha.hexdigest()
 
 
-def test_a3_any_number_of_readers_sees_the_same_stream(tmp_path: Path) -> None:
-    """Report A3: loader workers read wrong rows. Read by hand, by one reader's thread, by four at once."""
+READERS = (0, 1, 4)
+
+
+@pytest.mark.parametrize("budget", [{}, {"max_tokens": 30}, {"row_tokens": 24}, {"row_tokens": 12, "max_tokens": 40}])
+def test_a3_any_number_of_readers_sees_the_same_stream(tmp_path: Path, budget: dict[str, int]) -> None:
+    """Report A3: loader workers read wrong rows. Read by hand, then by none, one and four threads."""
+    admissions = Admissions()
+    cached = open_cache(tmp_path, admissions, collect=True)
+    plan = plan_of(list(cached.samples), **budget)
+    by_hand = [
+        OptimizerStep(number, tuple(cached.batch(rows, plan.begins_row(rows)) for rows in batches), 0, 0)
+        for number, batches in plan.steps()
+    ]
+    assert budget.keys() != {"row_tokens"} or any(b.tokens.position_ids is not None for b in by_hand[0].micro_batches)
+    for readers in READERS:
+        assert digest(load_steps(cached, plan, first=1, readers=readers)) == digest(by_hand)
+
+
+def test_many_streams_share_one_cache(tmp_path: Path) -> None:
+    """Shards are closed and opened under the readers' hands, and none reads another one's rows."""
     admissions = Admissions()
     cached = open_cache(tmp_path, admissions, collect=True)
     plan = plan_of(list(cached.samples))
-    by_hand = (
-        OptimizerStep(number, tuple(cached.batch(rows) for rows in batches), 0, 0) for number, batches in plan.steps()
-    )
-    expected = digest(by_hand)
-    assert digest(load_steps(cached, plan, first=1)) == expected
-    caches = [open_cache(tmp_path, admissions) for _ in range(4)]
-    with ThreadPoolExecutor(4) as readers:
-        assert set(readers.map(lambda cache: digest(load_steps(cache, plan, first=1)), caches)) == {expected}
+    expected = digest(load_steps(cached, plan, first=1, readers=0))
+    (share,) = cached.teachers
+    assert isinstance(share.source, Source)
+    share.source.own._readers._most = 1
+    with ThreadPoolExecutor(4) as streams:
+        digests = streams.map(lambda _: digest(load_steps(cached, plan, first=1, readers=3)), range(8))
+        assert set(digests) == {expected}
 
 
-def test_a_failure_while_reading_ahead_reaches_the_consumer(tmp_path: Path) -> None:
+def test_a20_a_resumed_epoch_keeps_its_order(cached: CachedSamples) -> None:
+    """Report A20: 64 samples, seed 5, killed at step 3 of epoch 2; the resumed epoch had another order."""
+    samples = [*cached.samples, *cached.samples]
+    data, plan = CachedSamples(cached.teachers, samples), plan_of(samples, batch_size=4)
+    assert len(samples) == 64 and plan.steps_per_epoch == 8
+    whole = list(load_steps(data, plan, first=1))
+    for readers in READERS:
+        assert digest(load_steps(data, plan, first=8 + 3, readers=readers)) == digest(whole[8 + 3 - 1 :])
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_a_failure_while_reading_ahead_reaches_the_consumer(tmp_path: Path, readers: int) -> None:
     cached = open_cache(tmp_path, Admissions(), collect=True)
     shard = next(tmp_path.glob("*/*.h5"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match=shard.name):
-        list(load_steps(cached, plan_of(list(cached.samples)), first=1))
+        list(load_steps(cached, plan_of(list(cached.samples)), first=1, readers=readers))
+    assert not prefetching()
+
+
+def test_a_failure_comes_in_the_place_of_its_step(cached: CachedSamples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was raised, after all steps before it, and at once though others are being read."""
+    plan = plan_of(list(cached.samples))
+    batches = dict(plan.steps())
+    error, read = InputError("a shard: damaged"), CachedSamples.batch
+
+    def failing(self: CachedSamples, rows: list[int], begins_row: None) -> Batch:
+        if rows in batches[5]:
+            raise error
+        return read(self, rows, begins_row)
+
+    monkeypatch.setattr(CachedSamples, "batch", failing)
+    for readers in READERS:
+        numbers: list[int] = []
+        with pytest.raises(InputError) as caught:
+            for step in load_steps(cached, plan, first=1, readers=readers):
+                numbers.append(step.number)
+        assert caught.value is error and numbers == [1, 2, 3, 4]
+        assert not prefetching()
+
+
+def prefetching() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+def test_no_thread_outlives_the_loop(cached: CachedSamples, readers: int) -> None:
+    plan = plan_of(list(cached.samples))
+    for _ in load_steps(cached, plan, first=1, readers=readers):
+        assert 1 <= len(prefetching()) <= readers
+        break
+    assert not prefetching()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in load_steps(cached, plan, first=1, readers=readers):
+            raise KeyboardInterrupt
+    assert not prefetching()
+    list(load_steps(cached, plan, first=1, readers=readers))
+    assert not prefetching()
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_no_more_is_read_ahead_than_allowed(
+    cached: CachedSamples, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    plan = plan_of(list(cached.samples), batch_size=1, grad_accum_batches=1, num_epochs=1)
+    begun = Counter[str]()
+    read = CachedSamples.batch
+
+    def counting(self: CachedSamples, rows: list[int], begins_row: None) -> Batch:
+        begun["batches"] += 1
+        return read(self, rows, begins_row)
+
+    monkeypatch.setattr(CachedSamples, "batch", counting)
+    for step in load_steps(cached, plan, first=1, readers=readers):
+        assert begun["batches"] <= step.number + 4 * readers
+    monkeypatch.setattr("distill.dataloader._AHEAD_BYTES", 0)
+    begun.clear()
+    for step in load_steps(cached, plan, first=1, readers=readers):
+        assert begun["batches"] <= step.number + 1, "of large steps only the next one"
+
+
+def test_a_read_that_never_ends_is_an_error(cached: CachedSamples, monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = threading.Event()
+
+    def stuck(*arguments: object) -> Batch:
+        forever.wait(60)
+        raise AssertionError
+
+    monkeypatch.setattr(CachedSamples, "batch", stuck)
+    monkeypatch.setattr("distill.dataloader._READ_TIMEOUT", 0.05)
+    try:
+        with pytest.raises(MachineError, match="step 1 could not be read"):
+            next(load_steps(cached, plan_of(list(cached.samples)), first=1))
+    finally:
+        forever.set()
+
+
+def test_a_damaged_shard_is_set_aside_once(tmp_path: Path) -> None:
+    """All readers come upon it; each says what is wrong, and the file is kept outside of the dataset."""
+    cached = open_cache(tmp_path / "dataset" / "train", Admissions(tmp_path), collect=True)
+    shard = next(tmp_path.glob("dataset/train/*/*.h5"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    (share,) = cached.teachers
+    bad = [sample for sample in cached.samples if share.located[sample.key].shard == shard.stem]
+
+    def message(sample: TokenizedSample) -> str:
+        with pytest.raises(InputError, match=f"{shard.name}: damaged shard") as caught:
+            share.read([sample])
+        return str(caught.value)
+
+    with ThreadPoolExecutor(8) as readers:
+        messages = list(readers.map(message, bad))
+    assert len(messages) >= 10 and all("set aside" in message for message in messages)
+    assert not shard.exists() and list((tmp_path / "damaged").rglob(shard.name))
 
 
 # -- several teachers -------------------------------------------------------------------------------------------------

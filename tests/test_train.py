@@ -19,7 +19,7 @@ import torch
 import distill.progress
 import distill.train
 from distill.cache import Layer, build_shard
-from distill.config import Config
+from distill.config import Config, Training
 from distill.dataloader import CachedSamples, OptimizerStep, TeacherShare
 from distill.errors import InputError
 from distill.losses import build_loss
@@ -27,6 +27,7 @@ from distill.optim import OPTIMIZERS
 from distill.progress import TrainPaths, TrainReport
 from distill.report import Console, RunFolder
 from distill.report.tracker import NoTracker
+from distill.steps import StepPlan
 from distill.student import Student, StudentSpec
 from distill.train import Interrupted, Trainer, evaluate, plan_steps, stop_signal
 from tests.helpers import make_records, make_samples, make_spec
@@ -62,16 +63,24 @@ class Bench:
         self.console = Console(open(os.devnull, "w"), open(os.devnull, "w"))  # noqa: SIM115, PTH123
         self.run_folder = RunFolder.create(folder / "runs", "toy", "{}", self.console)
 
+    def config(self, **changes: object) -> Training:
+        """Two epochs of two steps, and ``changes``."""
+        keys = {"num_epochs": 2, "batch_size": 3, "grad_accum_batches": 2, "lr": 0.01, "validate_every_n_epochs": 0.5}
+        return Config.from_flat(keys | changes).training
+
+    def plan(self, **changes: object) -> StepPlan:
+        """The steps of that."""
+        return plan_steps(self.config(**changes), self.data.samples, seed=0)
+
     def train(self, name: str = "toy", until: int | None = None, fp16: bool = False, **changes: object) -> TrainReport:
         """One training of two epochs of two steps. ``fp16`` has the gradient scaled, of fp32 weights."""
-        keys = {"num_epochs": 2, "batch_size": 3, "grad_accum_batches": 2, "lr": 0.01, "validate_every_n_epochs": 0.5}
-        config = Config.from_flat(keys | changes).training
+        config = self.config(**changes)
         precision = config.training_precision
         if fp16:
             config = config.model_copy(update={"training_precision": "fp16"})
         spec = StudentSpec(self.student, precision, "cpu", VOCAB, grad_checkpointing=False, trust_remote_code=False)
         paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name)
-        plan = plan_steps(config, self.data.samples, seed=0)
+        plan = self.plan(**changes)
         trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, plan=plan, paths=paths)
         return trainer.run(run_folder=self.run_folder, tracker=NoTracker(), console=self.console, until=until)
 
