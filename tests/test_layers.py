@@ -25,6 +25,7 @@ LAYERS = [
         "workers",
         "models",
         "placement",
+        "adapters",
     },
     {"fused", "merge"},
     {"teacher", "student", "codec", "cache", "checkpoint"},
