@@ -102,12 +102,13 @@ def restore(state: TrainState, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and stored buffers, tied ones once."""
-    stored = model.state_dict(keep_vars=True)
+    """Parameters that are trained and stored buffers, tied ones once: the rest is as the student's folder has it."""
+    buffers = {id(buffer) for buffer in model.buffers()}
     seen: set[int] = set()
     tensors = {}
-    for name, tensor in stored.items():
-        if id(tensor) not in seen:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        changes = tensor.requires_grad if isinstance(tensor, nn.Parameter) else id(tensor) in buffers
+        if changes and id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
     return tensors

@@ -25,6 +25,9 @@ GPU_CHUNK_BYTES = 512 * 2**20
 """Sizes of the float32 logits of one chunk of positions. Each chunk also passes once over the whole gradient of the
 weight, which has to be little beside its products: a GPU, faster at these, needs more positions a chunk for that."""
 
+_CPU_BLOCK_BYTES = 4 * 2**20
+"""What lies between the products is done in blocks of rows that stay in a processor's cache meanwhile."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StudentStatistics:
@@ -129,7 +132,8 @@ class _Projection:
         device = head.weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
         budget = chunk_bytes or (CPU_CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES)
-        rows = max(1, min(len(hidden), budget // (4 * head.vocab_size)))
+        most = max(1, budget // (4 * head.vocab_size))
+        rows = _ceil(len(hidden), max(1, _ceil(len(hidden), most)))
         return _Projection(
             head.weight[: head.vocab_size].detach().to(dtype),
             None if head.bias is None else head.bias[: head.vocab_size].detach().float() * head.scale,
@@ -139,8 +143,9 @@ class _Projection:
         )
 
     def chunks(self, total: int) -> Iterator[slice]:
-        rows = len(self.buffer)
-        return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
+        """As few as the buffer allows, of about the same size: a small one costs nearly as much as a large one."""
+        count = _ceil(total, max(1, len(self.buffer)))
+        return (slice(total * i // count, total * (i + 1) // count) for i in range(count))
 
     def inputs(self, hidden: Tensor) -> Tensor:
         """[n, H] in the dtype and on the device of the products."""
@@ -170,10 +175,18 @@ def _take(z: Tensor, targets: SparseTargets) -> tuple[StudentScores, Tensor]:
     """
     ids = targets.kept_ids
     kept, label = z.gather(1, ids), z.gather(1, targets.labels[:, None]).squeeze(1)
-    peak = z.scatter_(1, ids, -torch.inf).amax(1)
-    peak = torch.where(peak > -torch.inf, peak, 0.0)
-    mass = z.sub_(peak[:, None]).exp_().sum(1)
+    z.scatter_(1, ids, -torch.inf)
+    rows = max(1, _CPU_BLOCK_BYTES // (4 * z.shape[1])) if z.device.type == "cpu" else len(z)
+    parts = [_exponentials(block) for block in z.split(rows)]
+    peak, mass = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return StudentScores(kept, peak + mass.log(), label), mass
+
+
+def _exponentials(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows z [n, V] become exp(z - peak); returned are peak [n], the largest of each (0 for -inf), and the sums [n]."""
+    peak = z.amax(1)
+    peak = torch.where(peak > -torch.inf, peak, 0.0)
+    return peak, z.sub_(peak[:, None]).exp_().sum(1)
 
 
 def _statistics(z: Tensor, targets: SparseTargets) -> StudentStatistics:
@@ -265,3 +278,7 @@ class _FusedLoss(torch.autograd.Function):
         factor = grad_output * ctx.scale
         parts = zip((gradients.hidden, gradients.weight, gradients.bias), ctx.like, strict=True)
         return (*(None if part is None else part.mul_(factor).to(like) for part, like in parts), None)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

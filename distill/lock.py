@@ -81,7 +81,8 @@ def reading(path: Path) -> Iterator[None]:
             ) from error
         yield
     finally:
-        os.close(descriptor)
+        with os_errors("close the lock", path):
+            os.close(descriptor)
 
 
 def _is_free(descriptor: int) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distill.adapters import DEFAULT_RANK, AdapterSpec
 from distill.cache import Admissions, LayerSpec
 from distill.config import Config
 from distill.dataset import read_samples
@@ -146,6 +147,7 @@ def prepare(config: Config, console: Console) -> Job:
             chat_template=template.jinja() if template else None,
             freeze_layers=config.student.freeze_layers,
             packing=config.training.packing,
+            adapters=_adapters(config),
         ),
         splits=splits,
         admissions=admissions,
@@ -313,3 +315,21 @@ def _check_model(role: str, folder: Path, crop: int, context_len: int, console: 
     positions = description.get("max_position_embeddings") or description.get("n_positions")
     if isinstance(positions, int) and positions < context_len:
         console.warn(f"context_len {context_len} is beyond the {role}'s {positions} positions")
+
+
+def _adapters(config: Config) -> AdapterSpec | None:
+    """Adapters where they are asked for, or the student's weights are packed and can't learn themselves."""
+    training = config.training
+    rank = training.lora_rank
+    if rank is None and training.training_precision in ("8bit", "4bit"):
+        rank = DEFAULT_RANK
+    if rank is None:
+        return None
+    return AdapterSpec(
+        rank=rank,
+        alpha=2.0 * rank if training.lora_alpha is None else training.lora_alpha,
+        targets=training.lora_targets,
+        dropout=training.lora_dropout,
+        seed=config.pipeline.seed,
+        merge_into=training.merge_into,
+    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from distill.adapters import Adapters, AdapterSpec
 from distill.collate import TokenBatch
 from distill.errors import InputError
 from distill.fused import (
@@ -24,7 +25,15 @@ from distill.fused import (
 )
 from distill.head import UNKNOWN_HEAD, find_head, hidden_states, own_logits, packs, verified_head
 from distill.losses import LossFunction, SparseTargets, Weighing
-from distill.models import load_causal_lm, quiet_transformers, saved_folder, stored_dtype, torch_dtype, weight_files
+from distill.models import (
+    Quantise,
+    load_causal_lm,
+    quiet_transformers,
+    saved_folder,
+    stored_dtype,
+    torch_dtype,
+    weight_files,
+)
 from distill.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -33,8 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StudentSpec:
-    """How to load a student. ``vocab_size`` is the crop; weights are kept in fp32 for every ``precision`` so far.
+    """How to load a student. ``vocab_size`` is the crop; weights that are trained are kept in fp32.
 
+    ``precision`` is one to compute in (fp32, bf16, fp16), or the student's own weights are packed in 8bit or 4bit and
+    ``adapters`` are trained.
     ``chat_template`` is the format that it is trained on, which its export takes over; None for completions only.
     Parameters whose name contains one of ``freeze_layers`` aren't trained. ``packing``: rows may hold several samples.
     """
@@ -48,6 +59,12 @@ class StudentSpec:
     chat_template: str | None = None
     freeze_layers: tuple[str, ...] = ()
     packing: bool = False
+    adapters: AdapterSpec | None = None
+
+    @property
+    def quantise(self) -> Quantise | None:
+        """How the student's own weights are packed."""
+        return self.precision if self.precision in ("8bit", "4bit") else None  # type: ignore[return-value]
 
 
 class Student:
@@ -56,9 +73,15 @@ class Student:
     def __init__(self, spec: StudentSpec) -> None:
         self.spec = spec
         self.model: PreTrainedModel = load_causal_lm(
-            spec.folder, dtype="fp32", device=spec.device, trust_remote_code=spec.trust_remote_code
+            spec.folder,
+            dtype="fp32",
+            device=spec.device,
+            trust_remote_code=spec.trust_remote_code,
+            quantise=spec.quantise,
         )
+        assert spec.adapters or not spec.quantise, "packed weights can't learn"
         _freeze(self.model, spec.freeze_layers)
+        self._adapters = None if spec.adapters is None else Adapters(self.model, spec.adapters)
         probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
         self._known_head = verified_head(self.model, spec.vocab_size, probe) is not None
         self.note = None if self._known_head else f"{spec.folder.name}: {UNKNOWN_HEAD}"
@@ -123,15 +146,32 @@ class Student:
             self.model.train(was_training)
 
     def export(self, folder: Path) -> None:
-        """An ordinary Hugging Face folder, there whole or not at all, in the type of the student's precision."""
+        """An ordinary Hugging Face folder, there whole or not at all, in the type of the student's precision.
+
+        Adapters are in its folder ``adapter``, and merged into the model beside it if they are to be.
+        """
         if folder.exists():
             return  # made by this run before it was killed; the same step gives the same bytes
         tokenizer = load_tokenizer(self.spec.folder, trust_remote_code=self.spec.trust_remote_code)
         if self.spec.chat_template is not None:
             tokenizer.chat_template = self.spec.chat_template
         with saved_folder(folder) as temporary:
-            _save_model(self.model, temporary, self.spec.precision)
+            if self._adapters is None:
+                _save_model(self.model, temporary, self.spec.precision)
+            else:
+                self._save_adapted(self._adapters, temporary)
             tokenizer.save_pretrained(temporary)
+
+    def _save_adapted(self, adapters: Adapters, folder: Path) -> None:
+        adapters.save(folder / "adapter")
+        if adapters.merge_into == "none":
+            return
+        plain = load_causal_lm(
+            self.spec.folder, dtype="fp32", device="cpu", trust_remote_code=self.spec.trust_remote_code
+        )
+        adapters.merge(plain)
+        # Merged into what was packed it is exact only in fp32.
+        _save_model(plain, folder, "fp32" if self.spec.quantise else self.spec.precision)
 
     def _target_hidden(self, tokens: TokenBatch) -> Tensor:
         return tokens.at_targets(hidden_states(self.model, tokens.token_ids, position_ids=tokens.position_ids))
@@ -141,9 +181,11 @@ class Student:
         return tokens.at_targets(logits)[:, : self.spec.vocab_size]
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.spec.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(torch.device(self.spec.device).type, dtype=torch_dtype(self.spec.precision))
+        device = torch.device(self.spec.device).type
+        precision = self.spec.precision
+        if self.spec.quantise:
+            precision = "fp32" if device == "cpu" else "bf16"
+        return nullcontext() if precision == "fp32" else torch.autocast(device, dtype=torch_dtype(precision))
 
 
 def _freeze(model: nn.Module, parts: Sequence[str]) -> None:

@@ -143,3 +143,12 @@ REFERENCES: dict[str, Reference] = {
     "ce": reference_ce,
     **{name: partial(reference_divergence, of) for name, of in DIVERGENCES.items()},
 }
+
+
+def reference_of(name: str, tail: str) -> Reference:
+    """The loss of that name with that tail."""
+    if tail == "bucket" or name == "ce":
+        return REFERENCES[name]
+    if name == "kl":
+        return lambda logits, targets, temperature: reference_kl_tail(logits, targets, temperature, tail)
+    return partial(reference_divergence, DIVERGENCES[name], tail=tail)

@@ -697,9 +697,16 @@ def token_outside(path: Path, outside: Path) -> Path:
     return name_by_content(path)
 
 
-@kind("the file's name does not fit")
-def content_of_another_name(path: Path, outside: Path) -> None:
+@kind("arrays_sha256 is not that of the arrays")
+def content_of_another_digest(path: Path, outside: Path) -> None:
     change(path, "tokens", 0, 1)
+
+
+@kind("arrays_sha256 is not that of the arrays")
+def other_numbers_that_mean_something(path: Path, outside: Path) -> None:
+    with h5py.File(path) as file:
+        value = float(file["entropies"][0])
+    change(path, "entropies", 0, value + 0.25)
 
 
 @kind("the file's name does not fit")

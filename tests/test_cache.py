@@ -244,7 +244,8 @@ def test_a_flipped_bit_is_refused_by_name_or_changes_nothing(tmp_path: Path, cou
                 except InputError as error:
                     refused += 1
                     assert str(path) in str(error)
-                    assert path.suffix == ".h5" and not path.exists(), "damaged shards are set aside"
+                    # Damaged shards are set aside; what calls itself another version's is left where it is.
+                    assert path.suffix == ".h5" and (not path.exists() or "update this program" in str(error))
                 else:
                     assert all(map(same_records, got, expected))
             for name, data in files.items():

@@ -166,7 +166,7 @@ def test_a_sample_without_targets_has_no_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["mode", "cache_precision"])
 def test_an_unknown_encoding_is_refused_by_name(tmp_path: Path, field: str) -> None:
     layer = layer_of("topk", "exact") | {field: "fancy"}
-    header = json.dumps({"format": "distill-shard", "version": 1, "made_by": "a test", "layer": layer})
+    header = {"format": "distill-shard", "version": 1, "made_by": "a test", "layer": layer}
     path = tmp_path / "shard.h5"
     path.write_bytes(to_hdf5({}, header))
     with pytest.raises(InputError, match="'fancy'"):
@@ -182,7 +182,7 @@ def test_arrays_that_do_not_fit_each_other_are_refused(tmp_path: Path, name: str
     path = tmp_path / "shard.h5"
     with h5py.File(io.BytesIO(image.data)) as file:
         arrays = {key: Stored(dataset[()], dataset.chunks) for key, dataset in file.items()}
-        header = str(file.attrs["header"])
+        header = json.loads(str(file.attrs["header"]))
     short = arrays[name].array[:-1] if name != "record_orders" else arrays[name].array + 200
     arrays[name] = Stored(short, None if short.ndim == 1 else short.shape)
     path.write_bytes(to_hdf5(arrays, header))
@@ -195,7 +195,7 @@ def test_a_chunk_that_inflates_to_too_much_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.h5"
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("levels", shape=(8, 8), dtype="u1", chunks=(8, 8), compression="gzip")
-        bomb = to_hdf5({"levels": Stored(np.zeros((4096, 4096), np.uint8), (4096, 4096))}, "{}")
+        bomb = to_hdf5({"levels": Stored(np.zeros((4096, 4096), np.uint8), (4096, 4096))}, {})
         with h5py.File(io.BytesIO(bomb)) as other:
             dataset.id.write_direct_chunk((0, 0), other["levels"].id.read_direct_chunk((0, 0))[1])
     with h5py.File(path) as file, pytest.raises(ValueError, match="wrong size"):
@@ -217,7 +217,7 @@ def test_any_filters_of_another_writer_are_read(tmp_path: Path, filters: dict[st
 def test_what_deflate_cannot_shorten_is_stored(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 4096)).astype(np.uint8)
     for packing in ("symbols", "runs", "text"):
-        data = to_hdf5({"levels": Stored(noise, (64, 4096), packing)}, "{}")  # type: ignore[arg-type]
+        data = to_hdf5({"levels": Stored(noise, (64, 4096), packing)}, {})  # type: ignore[arg-type]
         with h5py.File(io.BytesIO(data)) as file:
             assert file["levels"].id.get_storage_size() < noise.nbytes * 513 / 512
             assert np.array_equal(file["levels"][()], noise)

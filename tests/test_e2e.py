@@ -203,40 +203,34 @@ def test_kills_in_both_stages_change_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["collect", "train"])
-def test_ten_kills_at_random_instants_change_nothing(
-    tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path, stage: str
+def test_ten_kills_of_a_training_change_nothing(
+    tmp_path: Path, teacher_folder: Path, student_folder: Path, text_file: Path
 ) -> None:
-    """Of the parent alone and of the whole group; while states, shards and exports are written too."""
-    changes: dict[str, object] = {"save_state_every_minutes": 0, "shard_targets": 60}
-    if stage == "train":
-        changes |= {"num_epochs": 150, "save_student_every_n_epochs": 30}
+    """Of the parent alone and of the whole group; while states and exports are written too."""
+    changes = {"save_state_every_minutes": 0, "num_epochs": 150, "save_student_every_n_epochs": 30}
     whole, killed_at = (write_config(tmp_path / n, teacher_folder, student_folder, text_file, **changes) for n in "ab")
     base = seconds_to_start(whole)
-    if stage == "train":
-        for config in (whole, killed_at):
-            distill(config, "collect")
-    verb = ["collect"] if stage == "collect" else []
+    for config in (whole, killed_at):
+        distill(config, "collect")
     started = time.monotonic()
-    subprocess.run(command(whole, *verb), check=True, capture_output=True, timeout=300)
+    subprocess.run(command(whole), check=True, capture_output=True, timeout=300)
     work = time.monotonic() - started - base
-    chooser = random.Random(stage)
+    chooser = random.Random("train")
     killed = 0
     for number in range(40):
         if killed >= 10:
             break
-        # A start that collects loads its teacher first; one that trains makes headway at once.
-        span = chooser.uniform(0.1, 1.0) * work if stage == "collect" else chooser.uniform(0.0, 0.04) * work
-        killed += kill_and_restart(killed_at, verb, delays=[base + span], group=number % 2 == 0)
+        killed += kill_and_restart(
+            killed_at, [], delays=[base + chooser.uniform(0.0, 0.04) * work], group=number % 2 == 0
+        )
     assert killed >= 10
-    distill(killed_at, *verb)
+    distill(killed_at)
     a, b = tmp_path / "a" / "cache", tmp_path / "b" / "cache"
     assert shards_of(a) == shards_of(b)
     assert not list((b / "dataset").rglob("*.tmp"))
-    if stage == "train":
-        exports = [sorted(path.name for path in (cache / "student" / "trained").iterdir()) for cache in (a, b)]
-        assert exports[0] == exports[1]
-        assert same_weights(weights_of(a), weights_of(b))
+    exports = [sorted(path.name for path in (cache / "student" / "trained").iterdir()) for cache in (a, b)]
+    assert exports[0] == exports[1]
+    assert same_weights(weights_of(a), weights_of(b))
 
 
 def test_an_unfinished_run_with_other_values_names_both_ways_out(

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distill.fused import dense_loss, dense_statistics, fused_loss, student_statistics
+from distill.fused import dense_loss, dense_losses, dense_statistics, fused_loss, fused_losses, student_statistics
 from distill.head import Head
-from distill.losses import LOSSES, SparseTargets, build_loss
-from tests.dense_reference import REFERENCES, make_targets
+from distill.losses import LOSSES, SparseTargets, StudentScores, Tail, build_loss, tails_of
+from tests.dense_reference import make_targets, reference_of
 
 N, V, H, ROWS = 11, 29, 6, 33
 KL = build_loss("kl")
@@ -33,14 +33,16 @@ def gradients(loss: Tensor, hidden: Tensor, head: Head) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [t for t in (hidden, head.weight, head.bias) if t is not None]))
 
 
-def expected(hidden: Tensor, head: Head, targets: SparseTargets, name: str, temperature: float) -> list[Tensor]:
+def expected(
+    hidden: Tensor, head: Head, targets: SparseTargets, name: str, temperature: float, tail: str = "bucket"
+) -> list[Tensor]:
     """[loss, gradients of hidden, weight and bias], float64."""
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (hidden, head.weight, head.bias)]
     h, weight, bias = leaves
     logits = head.scale * nn.functional.linear(h, weight, bias)[:, :V]
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    loss = REFERENCES[name](logits, targets, temperature).sum() / N
+    loss = reference_of(name, tail)(logits, targets, temperature).sum() / N
     return [loss, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])]
 
 
@@ -67,6 +69,54 @@ def test_value_and_gradients_equal_the_reference(kind: str, k: int, name: str, t
     for result, reference in zip(results, expected(hidden, head, targets, name, temperature), strict=True):
         torch.testing.assert_close(result.double(), reference, rtol=2e-5, atol=2e-6)
     assert results[2][V:].eq(0).all()  # rows behind the crop don't exist
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("k", [1, 5, V])
+@pytest.mark.parametrize(("name", "tail"), [(name, tail) for name in LOSSES for tail in tails_of(name)])
+def test_every_loss_with_every_tail_equals_the_reference(name: str, tail: Tail, k: int, temperature: float) -> None:
+    targets = make_targets(N, V, k, counts=[max(1, k - row % 4) for row in range(N)])
+    hidden, head = make_hidden(), make_head(**HEADS["all"])
+    loss = fused_loss(
+        hidden, head, targets, build_loss(name, temperature=temperature, tail=tail), scale=1 / N, chunk_bytes=4 * V * 4
+    )
+    results = [loss, *gradients(loss, hidden, head)]
+    for result, reference in zip(results, expected(hidden, head, targets, name, temperature, tail), strict=True):
+        torch.testing.assert_close(result.double(), reference, rtol=5e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_one_by_one_are_those_of_the_sum(name: str) -> None:
+    """What weights by divergence are made of: chunked, dense and summed agree."""
+    hidden, head, targets, loss_fn = make_hidden(), make_head(bias=True), make_targets(N, V, 5), build_loss(name)
+    losses = fused_losses(hidden, head, targets, loss_fn, chunk_bytes=4 * V * 3)
+    assert losses.shape == (N,) and not losses.requires_grad
+    torch.testing.assert_close(losses, dense_losses(head.logits(hidden).detach(), targets, loss_fn))
+    torch.testing.assert_close(losses.sum(), fused_loss(hidden, head, targets, loss_fn, scale=1.0))
+
+
+def test_rows_are_worked_on_in_blocks_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for rows in (1, 2, 100):
+        monkeypatch.setattr("distill.fused._CPU_BLOCK_BYTES", 4 * V * rows)
+        hidden, head = make_hidden(), make_head()
+        loss = fused_loss(hidden, head, make_targets(N, V, 5), KL, scale=1 / N)
+        results.append([loss.detach(), *gradients(loss, hidden, head)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("n", "most", "sizes"), [(11, 4, {4, 3}), (9, 4, {3}), (10, 3, {3, 2}), (4, 100, {4})])
+def test_chunks_are_of_about_the_same_size(n: int, most: int, sizes: set[int]) -> None:
+    """A last chunk of one row would cost as much as a whole one: it passes over the whole gradient of the weight."""
+    seen = set()
+
+    def loss_fn(scores: StudentScores, targets: SparseTargets) -> Tensor:
+        seen.add(len(targets))
+        return KL(scores, targets)
+
+    fused_loss(make_hidden()[:n], make_head(), make_targets(n, V, 5), loss_fn, scale=1.0, chunk_bytes=4 * V * most)
+    assert seen == sizes
 
 
 @pytest.mark.parametrize("rows", range(1, N + 2))

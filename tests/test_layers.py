@@ -26,6 +26,7 @@ LAYERS = [
         "workers",
         "models",
         "placement",
+        "adapters",
     },
     {"fused", "merge"},
     {"teacher", "student", "codec", "cache", "checkpoint"},

@@ -89,6 +89,9 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     assert [new_run(config, IDENTITY).name for _ in range(2)] == ["tiny-3", "tiny-3"]
     other = config_of(tmp_path, student_path=str(tmp_path / "tiny-3"))
     assert new_run(other, IDENTITY).name == "tiny-3-2"
+    reserved = export_folder(config) / ".tiny-3.reserved"
+    reserved.write_text(reserved.read_text()[:9])  # as a full disk leaves it
+    assert new_run(config, IDENTITY).name == "tiny-3"
     (export_folder(config) / "tiny-3_best").mkdir()
     assert new_run(config, IDENTITY).name == "tiny-4", "a best student is never another run's"
     odd = config_of(tmp_path, student_path=str(tmp_path / "[a]"))

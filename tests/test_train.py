@@ -11,14 +11,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+import distill.dataloader
 import distill.progress
 import distill.train
 from distill.cache import Layer, build_shard
+from distill.collate import TokenBatch, collate
 from distill.config import Config, Training
 from distill.dataloader import CachedSamples, OptimizerStep, TeacherShare
 from distill.errors import InputError
@@ -30,6 +34,7 @@ from distill.report.tracker import NoTracker
 from distill.steps import StepPlan
 from distill.student import Student, StudentSpec
 from distill.train import Interrupted, Trainer, evaluate, plan_steps, stop_signal
+from distill.types import TokenizedSample
 from tests.helpers import make_records, make_samples, make_spec
 from tests.toys import make_model_folder
 
@@ -198,6 +203,50 @@ def test_micro_batches_do_not_change_the_training(bench: Bench) -> None:
         for size, accumulate in ((1, 6), (2, 3), (6, 1))
     ]
     assert all(np.isclose(result["kl"], results[0]["kl"], atol=1e-5) for result in results)
+
+
+def step_gradients(bench: Bench, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[Tensor]:
+    """All parameters' gradients of each step of an epoch, as one vector, while they stay as good as unchanged."""
+    found: list[Tensor] = []
+
+    def keep(parameters: Sequence[Tensor], limit: float) -> Tensor:
+        found.append(torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]))
+        return found[-1].norm()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
+        bench.train(f"cut-{time.monotonic_ns()}", num_epochs=1, lr=1e-12, max_grad_norm=0.0, **changes)
+    return found
+
+
+def padded(samples: Sequence[TokenizedSample], begins_row: None) -> TokenBatch:
+    """As ``collate``, with seven more columns of padding."""
+    batch = collate(samples, begins_row)
+    width = batch.token_ids.shape[1]
+    rows = batch.predict_rows // width * (width + 7) + batch.predict_rows % width
+    return replace(batch, token_ids=torch.nn.functional.pad(batch.token_ids, (0, 7)), predict_rows=rows)
+
+
+@pytest.mark.parametrize("changes", [{}, *MIXES])
+def test_the_gradient_is_the_same_however_a_step_is_cut(
+    bench: Bench, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch x accumulation 1 x 8, 2 x 4, 8 x 1, and more padding; of ten samples the second step has two."""
+
+    def gradients(batch_size: int, accumulate: int) -> list[Tensor]:
+        keys = {"batch_size": batch_size, "grad_accum_batches": accumulate, "data_order": "native"}
+        return step_gradients(bench, monkeypatch, **keys, **changes)
+
+    whole = gradients(8, 1)
+    assert len(whole) == 2 and all(gradient.norm() > 1e-2 for gradient in whole)
+    others = [gradients(1, 8), gradients(2, 4)]
+    with monkeypatch.context() as patch:
+        wider = Mock(wraps=padded)
+        patch.setattr(distill.dataloader, "collate", wider)
+        others.append(gradients(8, 1))
+        assert wider.called
+    for other in others:
+        torch.testing.assert_close(other, whole, rtol=0.0, atol=1e-6)
 
 
 def test_a_loss_that_is_no_number_stops_with_the_step(bench: Bench) -> None:

@@ -127,7 +127,7 @@ def build_shard(
         **encoded,
     }
     header = {"format": FORMAT, "version": FORMAT_VERSION, "made_by": f"distill {__version__}", "layer": dict(layer)}
-    data = to_hdf5(arrays, json.dumps(header, sort_keys=True))
+    data = to_hdf5(arrays, header)
     rows = key_rows(samples)
     info = ShardInfo(
         name=shard_name(rows),

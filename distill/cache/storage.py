@@ -2,13 +2,17 @@
 
 Every array is cut into chunks and deflated by us, with the strategy that suits its bytes, and handed to HDF5 as it is:
 any reader sees ordinary gzip (and shuffle) filters. Reading the chunks of the large arrays takes the same short cut,
-because HDF5's own path costs more than inflating a small chunk. Deflate carries a checksum of each chunk.
+because HDF5's own path costs more than inflating a small chunk. Deflate's checksum of a chunk misses some changes of
+one bit, where a repeated string is taken from another place: so the header has a SHA-256 of all arrays.
 """
 
+import hashlib
+import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import h5py
 import numpy as np
@@ -30,17 +34,18 @@ _MEMORY_LEVELS: Mapping[Packing, int] = {"text": 9, "symbols": 7, "runs": 6}
 _INFLATED_BYTES = 1 << 18
 
 
-def to_hdf5(arrays: Mapping[str, Stored], header: str) -> bytes:
-    """The file's bytes: equal content gives equal bytes."""
+def to_hdf5(arrays: Mapping[str, Stored], header: Mapping[str, Any]) -> bytes:
+    """The file's bytes: equal content gives equal bytes. ``arrays_sha256`` is added to the header."""
     # track_times would put the clock into the file; libver is pinned because its default moves between releases.
     with h5py.File("shard", "w", driver="core", backing_store=False, libver=("v110", "v110")) as file:
-        file.attrs["header"] = header
+        digest = _together({name: _chunks_of(stored) for name, stored in arrays.items()})
+        file.attrs["header"] = json.dumps({**header, "arrays_sha256": digest}, sort_keys=True)
         for name, stored in arrays.items():
             array = stored.array
             if not array.size:
                 file.create_dataset(name, data=array, track_times=False)
                 continue
-            chunk = stored.chunk or (min(len(array), _CHUNK_ROWS),)
+            chunk = _chunk_shape(stored)
             dataset = file.create_dataset(
                 name,
                 shape=array.shape,
@@ -51,11 +56,17 @@ def to_hdf5(arrays: Mapping[str, Stored], header: str) -> bytes:
                 shuffle=array.dtype.itemsize > 1,
                 track_times=False,
             )
-            for index in np.ndindex(*(-(-n // size) for n, size in zip(array.shape, chunk, strict=True))):
+            for index in _grid(array.shape, chunk):
                 place = tuple(i * size for i, size in zip(index, chunk, strict=True))
                 dataset.id.write_direct_chunk(place, _deflate(cut_chunk(array, chunk, index), stored.packing))
         file.flush()
         return bytes(file.id.get_file_image())
+
+
+def arrays_sha256(file: h5py.File) -> str:
+    """SHA-256 (hex) over the arrays of an opened file: of each by its name, chunk by chunk as it is stored."""
+    arrays = {name: _StoredArray(dataset) for name, dataset in file.items()}
+    return _together({name: array.chunks() for name, array in arrays.items()})
 
 
 class FileStore:
@@ -114,6 +125,11 @@ class _StoredArray:
         self._shuffled = filters == [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
         self._direct = self._shuffled or filters == [h5py.h5z.FILTER_DEFLATE]
 
+    def chunks(self) -> Iterator[Array]:
+        """All chunks."""
+        if self.dataset.size:
+            yield from (self.chunk(index) for index in _grid(self.dataset.shape, self.chunk_shape))
+
     def chunk(self, index: tuple[int, ...]) -> Array:
         """The chunk at ``index``, filled up with zeros where it reaches beyond the array's end."""
         place = tuple(i * size for i, size in zip(index, self.chunk_shape, strict=True))
@@ -129,6 +145,32 @@ class _StoredArray:
         if self._shuffled:
             data = np.frombuffer(data, np.uint8).reshape(self._dtype.itemsize, -1).T.tobytes()
         return np.frombuffer(data, self._dtype).reshape(self.chunk_shape)
+
+
+def _together(arrays: Mapping[str, Iterable[Array]]) -> str:
+    """SHA-256 (hex) over the SHA-256 of each array's chunks, by name."""
+    whole = hashlib.sha256()
+    for name, chunks in sorted(arrays.items()):
+        own = hashlib.sha256()
+        for chunk in chunks:
+            own.update(chunk.data)
+        whole.update(f"{name} {own.hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _chunk_shape(stored: Stored) -> tuple[int, ...]:
+    return stored.chunk or (min(len(stored.array), _CHUNK_ROWS),)
+
+
+def _chunks_of(stored: Stored) -> Iterator[Array]:
+    if stored.array.size:
+        chunk = _chunk_shape(stored)
+        yield from (cut_chunk(stored.array, chunk, index) for index in _grid(stored.array.shape, chunk))
+
+
+def _grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Where the chunks of an array are."""
+    return iter(np.ndindex(*(-(-n // size) for n, size in zip(shape, chunk, strict=True))))
 
 
 def _deflate(chunk: Array, packing: Packing) -> bytes:

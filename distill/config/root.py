@@ -80,6 +80,14 @@ class Config(BaseModel):
             raise _broken_rule("loss", "a mix without weights; give at least one loss a weight above 0")
         if training.tail in ("drop", "to_target") and (others := [name for name in names if name not in ("kl", "ce")]):
             raise _broken_rule("tail", f"{training.tail} is of kl alone; {others[0]} takes bucket or renormalise")
+        if training.lora_rank is None and training.training_precision not in ("8bit", "4bit"):
+            for key in ("lora_alpha", "lora_targets", "lora_dropout"):
+                if getattr(training, key):
+                    raise _broken_rule(key, "there are no adapters; set lora_rank")
+            if training.merge_into != "dequantised":
+                raise _broken_rule("merge_into", "there are no adapters; set lora_rank")
+        elif self.student.freeze_layers:
+            raise _broken_rule("freeze_layers", "adapters leave all of the student as it is; choose lora_targets")
         if not training.validate_every_n_epochs:
             for key in ("early_stop_patience", "save_best_student"):
                 if getattr(training, key):

@@ -270,7 +270,27 @@ class Training(Section):
         "shuffle", "Order of samples: new each epoch, by length, or as in the text.", decides="result"
     )
     training_precision: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] = key(
-        "fp32", "Number format of the student in training.", decides="result", available=("fp32", "bf16", "fp16")
+        "fp32",
+        "Number format of the student in training; in 8bit and 4bit its weights are packed and adapters learn.",
+        decides="result",
+    )
+    lora_rank: Count | None = key(
+        None,
+        "Rank of adapters that are trained in the student's place (LoRA); null is none, or 16 where 8bit or 4bit needs"
+        " them.",
+        decides="result",
+    )
+    lora_alpha: Positive | None = key(
+        None, "Scale of adapters times their rank; null is twice the rank.", decides="result"
+    )
+    lora_targets: tuple[str, ...] = key(
+        (), "Ends of names of the linear layers that get adapters; empty for all but the output.", decides="result"
+    )
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = key(0.0, "Dropout of the adapters' input.", decides="result")
+    merge_into: Literal["dequantised", "original", "none"] = key(
+        "dequantised",
+        "What adapters are merged into at export: the weights they were trained on, the original ones, or none.",
+        decides="result",
     )
     validate_every_n_epochs: NonNegative = key(
         1.0, "Time between validations; 0 = only before and after.", unit="epochs"

@@ -15,6 +15,7 @@ from distill.models.folder import (
     weights_digest,
 )
 from distill.models.load import (
+    Quantise,
     load_causal_lm,
     out_of_memory,
     quiet_transformers,
@@ -28,6 +29,7 @@ from distill.models.quantised import quantisation
 
 __all__ = [
     "PipelineConfig",
+    "Quantise",
     "compute_dtype",
     "config_digest",
     "gguf_file",

@@ -2,11 +2,12 @@
 
 import gc
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from distill.errors import InputError, MachineError
 from distill.files import free_bytes, whole_folder
@@ -15,7 +16,9 @@ from distill.models.quantised import quantisation, require_library
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+Quantise = Literal["8bit", "4bit"]
 
 # Whatever a configuration or a file that isn't one makes transformers raise.
 _BAD_FOLDER = (*GGUF_ERRORS, RuntimeError, ImportError, ArithmeticError)
@@ -63,11 +66,14 @@ def load_causal_lm(
     device: str,
     trust_remote_code: bool,
     quantised: bool = False,
+    quantise: Quantise | None = None,
     max_memory: Mapping[int, int] | None = None,
 ) -> "PreTrainedModel":
     """A causal language model from a local folder, in evaluation mode.
 
-    quantised: whether its weights may be. max_memory: bytes by GPU index; with more than one GPU in it accelerate
+    quantised: whether its weights may be. quantise: pack the linear layers' weights, all but the head's, while loading:
+    LLM.int8 (arXiv 2208.07339), or nf4 with double quantisation (QLoRA, arXiv 2305.14314).
+    max_memory: bytes by GPU index; with more than one GPU in it accelerate
     spreads the layers over them. Raises InputError if the folder can't be loaded as a causal language model,
     MachineError if the devices have no room for it.
     """
@@ -81,6 +87,8 @@ def load_causal_lm(
     require_library(folder, packing)
     quiet_transformers()
     places = _device_map(packing, device, max_memory or {})
+    if quantise is not None:
+        places = {"device_map": {"": device}, "quantization_config": _packing(quantise, device)}
     packed = gguf_file(folder)
     try:
         with nullcontext() if packed is None else redirect_stderr(StringIO()):  # a progress bar nobody can turn off
@@ -104,6 +112,20 @@ def load_causal_lm(
         names = ", ".join(sorted(report["missing_keys"])[:3])
         raise InputError(f"{folder}: weights are missing ({names}, {len(report['missing_keys'])} in all)")
     return model  # type: ignore[no-any-return]
+
+
+def _packing(quantise: Quantise, device: str) -> "BitsAndBytesConfig":
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if quantise == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+    )
 
 
 def _unpacking(path: Path) -> dict[str, Any]:
@@ -151,3 +173,5 @@ def quiet_transformers() -> None:
     disable_progress_bar()
     set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # It says so for every layer and every step.
+    warnings.filterwarnings("ignore", message="MatMul8bitLt: inputs will be cast")

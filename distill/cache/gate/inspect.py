@@ -7,7 +7,14 @@ from typing import Any
 
 import h5py
 
-from distill.cache.gate.meaning import check_floats, check_lengths, check_name, check_records, check_samples
+from distill.cache.gate.meaning import (
+    check_arrays,
+    check_floats,
+    check_lengths,
+    check_name,
+    check_records,
+    check_samples,
+)
 from distill.cache.gate.rules import OtherVersionError, RefusedError
 from distill.cache.gate.structure import check_file, check_structure
 from distill.cache.shard import ShardReader
@@ -35,7 +42,8 @@ def inspect(path: Path, allow: Callable[[int], None] = lambda size: None) -> dic
     try:
         size = check_file(path)
         with h5py.File(path, "r", locking=False) as file:
-            layer = check_structure(file, size)["layer"]
+            header = check_structure(file, size)
+            layer = header["layer"]
             allow(sum(dataset.size * dataset.dtype.itemsize for dataset in file.values()))
             vocab_size, codec = layer["vocab_size"], codec_for(layer["mode"], layer["cache_precision"])
             assert codec is not None, "checked with the header"
@@ -44,6 +52,7 @@ def inspect(path: Path, allow: Callable[[int], None] = lambda size: None) -> dic
             decoder = codec.open(FileStore(file))
             check_lengths(file, codec, decoder, targets)
             check_records(decoder, targets, vocab_size, layer["top_k"])
+            check_arrays(file, header)
         with ShardReader(path) as reader:
             check_name(reader, path.stem)
             return {"kind": "passed", "info": reader.info().to_json(), "layer": reader.layer}

@@ -91,7 +91,8 @@ def header_of(value: Any) -> dict[str, Any]:
     if value.get("version") != FORMAT_VERSION:
         version = str(value.get("version"))[:20]
         raise OtherVersionError(f"format version {version}, this program reads {FORMAT_VERSION}; update it")
-    check_fields(value, {"format": is_text, "version": is_count, "made_by": is_text, "layer": _is_object}, "header")
+    fields = {"format": is_text, "version": is_count, "made_by": is_text, "layer": _is_object, "arrays_sha256": is_text}
+    check_fields(value, fields, "header")
     layer = value["layer"]
     mode, precision = layer.get("mode"), layer.get("cache_precision")
     if is_text(mode) and is_text(precision) and codec_for(mode, precision) is None:
