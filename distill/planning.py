@@ -24,9 +24,7 @@ from distill.types import TokenizedSample
 
 def job_steps(job: Job, segments: Sequence[Segment] = ()) -> StepPlan:
     """Which samples make which optimizer step of the job's training; see ``plan_steps``."""
-    config = job.config
-    samples, context_len = job.splits["train"].samples, config.model.context_len
-    return plan_steps(config.training, samples, config.pipeline.seed, segments, context_len=context_len)
+    return plan_steps(job.config.training, job.splits["train"].samples, job.config.pipeline.seed, segments)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

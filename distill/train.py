@@ -306,16 +306,11 @@ class Trainer:
 
 
 def plan_steps(
-    config: Training,
-    samples: Sequence[TokenizedSample],
-    seed: int,
-    segments: Sequence[Segment] = (),
-    *,
-    context_len: int | None = None,
+    config: Training, samples: Sequence[TokenizedSample], seed: int, segments: Sequence[Segment] = ()
 ) -> StepPlan:
     """Which samples make which optimizer step; without ``segments`` an epoch is all samples.
 
-    Packed rows have ``context_len`` tokens at most, by default those of the longest sample.
+    Packed rows are as long as the longest sample: a batch takes no more memory than one of the longest, padded.
     """
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
     return StepPlan(
@@ -327,7 +322,7 @@ def plan_steps(
         seed=seed,
         segments=segments,
         max_tokens=config.max_tokens_per_batch,
-        row_tokens=(context_len or int(lengths.max())) if config.packing else None,
+        row_tokens=int(lengths.max()) if config.packing else None,
     )
 
 

@@ -231,15 +231,15 @@ def padded(samples: Sequence[TokenizedSample], begins_row: None) -> TokenBatch:
 def test_the_gradient_is_the_same_however_a_step_is_cut(
     bench: Bench, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch x accumulation 1 x 8, 2 x 4, 8 x 1, and more padding; of ten samples the second step has two."""
+    """Batch x accumulation 1 x 8, 2 x 4, 8 x 1, any readers, more padding; of ten samples the second step has two."""
 
-    def gradients(batch_size: int, accumulate: int) -> list[Tensor]:
-        keys = {"batch_size": batch_size, "grad_accum_batches": accumulate, "data_order": "native"}
-        return step_gradients(bench, monkeypatch, **keys, **changes)
+    def gradients(batch_size: int, accumulate: int, readers: int = 1) -> list[Tensor]:
+        keys = {"batch_size": batch_size, "grad_accum_batches": accumulate, "loader_workers": readers}
+        return step_gradients(bench, monkeypatch, **keys, data_order="native", **changes)
 
     whole = gradients(8, 1)
     assert len(whole) == 2 and all(gradient.norm() > 1e-2 for gradient in whole)
-    others = [gradients(1, 8), gradients(2, 4)]
+    others = [gradients(1, 8), gradients(2, 4), gradients(2, 4, readers=0), gradients(2, 4, readers=4)]
     with monkeypatch.context() as patch:
         wider = Mock(wraps=padded)
         patch.setattr(distill.dataloader, "collate", wider)

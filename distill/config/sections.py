@@ -204,7 +204,7 @@ class Training(Section):
     )
     packing: bool = key(
         False,
-        "Fill rows of context_len tokens with several samples, which don't see each other, instead of padding.",
+        "Fill rows up to the longest sample's length with other samples, unseen by each other, instead of padding.",
         decides="result",
     )
     grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
