@@ -210,7 +210,7 @@ def test_editor_schema_allows_every_key_and_null() -> None:
         declared = schema["$defs"][name]
         assert None in declared.get("enum", []) or {"type": "null"} in declared.get("anyOf", [])
     assert schema["$defs"]["batch_size"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
-    assert schema["$defs"]["training_precision"]["enum"] == ["fp32", "bf16", None]
+    assert schema["$defs"]["training_precision"]["enum"] == ["fp32", "bf16", "fp16", "8bit", "4bit", None]
 
 
 def test_run_options_default_to_nothing() -> None:
