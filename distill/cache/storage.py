@@ -12,6 +12,7 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import h5py
@@ -65,7 +66,7 @@ def to_hdf5(arrays: Mapping[str, Stored], header: Mapping[str, Any]) -> bytes:
 
 def arrays_sha256(file: h5py.File) -> str:
     """SHA-256 (hex) over the arrays of an opened file: of each by its name, chunk by chunk as it is stored."""
-    arrays = {name: _StoredArray(dataset) for name, dataset in file.items()}
+    arrays = {name: _StoredArray(dataset.id) for name, dataset in file.items()}
     return _together({name: array.chunks() for name, array in arrays.items()})
 
 
@@ -80,15 +81,15 @@ class FileStore:
 
     def whole(self, name: str) -> Array:
         """See ``Store.whole``."""
-        return np.asarray(self._file[name][()])
+        return self._array(name).whole()
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         """See ``Store.rows``."""
-        return np.asarray(self._array(name).dataset[start:stop])
+        return self._array(name).rows(start, stop)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``Store.shape``."""
-        return tuple(self._array(name).dataset.shape)
+        return self._array(name).shape
 
     def chunk_shape(self, name: str) -> tuple[int, ...]:
         """See ``Store.chunk_shape``."""
@@ -108,43 +109,65 @@ class FileStore:
 
     def _array(self, name: str) -> "_StoredArray":
         if name not in self._arrays:
-            self._arrays[name] = _StoredArray(self._file[name])
+            self._arrays[name] = _StoredArray(h5py.h5d.open(self._file.id, name.encode()))
         return self._arrays[name]
 
 
 class _StoredArray:
-    """A dataset, and what has to be known to read its chunks, asked of HDF5 once: its answers are slow."""
+    """A dataset, and what has to be known to read its chunks, asked of HDF5 once: its answers are slow.
 
-    def __init__(self, dataset: h5py.Dataset) -> None:
-        self.dataset = dataset
-        self.chunk_shape: tuple[int, ...] = tuple(dataset.chunks or dataset.shape)
+    So are h5py's own objects: opening a shard would take half as long again with them.
+    """
+
+    def __init__(self, dataset: h5py.h5d.DatasetID) -> None:
+        self._dataset = dataset
         self._dtype = dataset.dtype
-        self._bytes = math.prod(self.chunk_shape) * dataset.dtype.itemsize
-        plist = dataset.id.get_create_plist()
-        filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
-        self._shuffled = filters == [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
-        self._direct = self._shuffled or filters == [h5py.h5z.FILTER_DEFLATE]
+        self.shape: tuple[int, ...] = dataset.shape
+
+    def whole(self) -> Array:
+        """All of it."""
+        array = np.empty(self.shape, self._dtype)
+        if array.size:
+            self._dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array)
+        return array
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows of a one-dimensional array."""
+        return np.asarray(h5py.Dataset(self._dataset)[start:stop])
 
     def chunks(self) -> Iterator[Array]:
         """All chunks."""
-        if self.dataset.size:
-            yield from (self.chunk(index) for index in _grid(self.dataset.shape, self.chunk_shape))
+        if math.prod(self.shape):
+            yield from (self.chunk(index) for index in _grid(self.shape, self.chunk_shape))
 
     def chunk(self, index: tuple[int, ...]) -> Array:
         """The chunk at ``index``, filled up with zeros where it reaches beyond the array's end."""
         place = tuple(i * size for i, size in zip(index, self.chunk_shape, strict=True))
-        if not self._direct:
-            part = self.dataset[tuple(slice(a, a + n) for a, n in zip(place, self.chunk_shape, strict=True))]
-            return cut_chunk(part, self.chunk_shape, (0,) * len(place))
-        skipped, packed = self.dataset.id.read_direct_chunk(place)
+        shuffled = self._filters == [h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE]
+        if not shuffled and self._filters != [h5py.h5z.FILTER_DEFLATE]:
+            inside = tuple(slice(a, a + n) for a, n in zip(place, self.chunk_shape, strict=True))
+            return cut_chunk(h5py.Dataset(self._dataset)[inside], self.chunk_shape, (0,) * len(place))
+        skipped, packed = self._dataset.read_direct_chunk(place)
         # A stranger's chunk may inflate to anything: no more is taken than the chunk can hold.
+        size = math.prod(self.chunk_shape) * self._dtype.itemsize
         inflate = zlib.decompressobj()
-        data = inflate.decompress(packed, self._bytes)
-        if skipped or len(data) != self._bytes or not inflate.eof:
-            raise ValueError(f"{self.dataset.name}: a chunk of the wrong size")
-        if self._shuffled:
+        data = inflate.decompress(packed, size)
+        if skipped or len(data) != size or not inflate.eof:
+            raise ValueError(f"{h5py.h5i.get_name(self._dataset).decode()}: a chunk of the wrong size")
+        if shuffled:
             data = np.frombuffer(data, np.uint8).reshape(self._dtype.itemsize, -1).T.tobytes()
         return np.frombuffer(data, self._dtype).reshape(self.chunk_shape)
+
+    @cached_property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of a storage chunk; of all if it isn't cut into chunks."""
+        plist = self._dataset.get_create_plist()
+        return tuple(plist.get_chunk()) if plist.get_layout() == h5py.h5d.CHUNKED else self.shape
+
+    @cached_property
+    def _filters(self) -> list[int]:
+        plist = self._dataset.get_create_plist()
+        return [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
 
 
 def _together(arrays: Mapping[str, Iterable[Array]]) -> str:
