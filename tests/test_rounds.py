@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -143,6 +144,28 @@ def test_a_small_cap_trains_all_of_the_text(
     steps = [json.loads(line)["step"] for line in (tmp_path / "cache/runs/latest/metrics.jsonl").open()]
     assert max(steps) == summary["train"]["steps"] == -(-rows // 8) * 2
     assert summary["validation"]["after"]["kl"] < summary["validation"]["before"]["kl"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"packing": True, "batch_size": 2}, {"max_tokens_per_batch": 200}])
+def test_rounds_of_units_of_several_samples(
+    tmp_path: Path,
+    teacher_folder: Path,
+    student_folder: Path,
+    text_file: Path,
+    trained: Counter[int],
+    keys: dict[str, object],
+) -> None:
+    """Packed or batched by tokens: every sample as often, and the steps that are planned without rounds."""
+    config = write_config(
+        tmp_path, teacher_folder, student_folder, text_file, max_cache_size_gb=CAP_GB, shard_targets=250, **keys
+    )
+    planned = re.search(r"training: (\d+) steps", distill(config, "plan").stdout)
+    distill(config)
+    summary = summary_of(tmp_path / "cache")
+    assert summary["cache"]["rounds"] > 1
+    assert trained == dict.fromkeys(range(summary["data"]["train"]["samples"]), 2)
+    assert planned is not None and summary["train"]["steps"] == int(planned[1])
 
 
 def test_a_cap_that_holds_all_makes_the_same_student(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -29,11 +29,10 @@ _OPEN_SHARDS = 64
 _ROW = 32  # bytes of a key, and of a digest of targets
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """Where the records of a sample are: shard name and row, and which layer of a source (0 is its own).
 
-    They hold the sample's targets, perhaps among more.
+    They hold the sample's targets, perhaps among more. A tuple, because there may be millions.
     """
 
     shard: str
@@ -167,24 +166,28 @@ class Layer:
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
-    def locate(self, samples: Iterable[TokenizedSample]) -> dict[bytes, Located]:
-        """Where the records of ``samples`` are, by key; a sample whose wanted targets aren't all stored is left out."""
+    def locate(self, samples: Iterable[TokenizedSample], *, number: int = 0) -> dict[bytes, Located]:
+        """Where the records of ``samples`` are, by key; a sample whose wanted targets aren't all stored is left out.
+
+        ``number``: that of this layer in a source.
+        """
         wanted = {sample.key: sample for sample in samples}
         found: dict[bytes, Located] = {}
-        exact: set[bytes] = set()
         for name in sorted(self.shards):
-            rows = np.frombuffer(self._key_rows(name), f"V{_ROW}").tolist()
-            keys, digests = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-            here = wanted.keys() & keys
-            for row, key in enumerate(keys) if here else ():
-                if key not in here or key in exact:
+            rows = self._key_rows(name)
+            keys: list[bytes] = np.frombuffer(rows[: len(rows) // 2], f"V{_ROW}").tolist()
+            if wanted.keys().isdisjoint(keys):
+                continue
+            for row, key in enumerate(keys):
+                sample = wanted.get(key)
+                if sample is None:
                     continue
-                sample = wanted[key]
-                if digests[row] == target_digest(sample.targets):
-                    exact.add(key)
+                digest = len(rows) // 2 + row * _ROW
+                if rows[digest : digest + _ROW] == target_digest(sample.targets):
+                    del wanted[key]  # no other shard can have more of what is wanted
                 elif key in found or not self._covers(name, row, sample):
                     continue
-                found[key] = Located(name, row)
+                found[key] = Located(name, row, number)
         return found
 
     def missing(self, samples: Iterable[TokenizedSample]) -> list[TokenizedSample]:

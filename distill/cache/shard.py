@@ -25,6 +25,7 @@ from distill.types import ROLES, Records, Span, TokenizedSample, sample_key
 FORMAT = "distill-shard"
 FORMAT_VERSION = 1
 
+_POSITION = np.dtype("<u4")
 _COUNTS = ArrayType(frozenset({"uint32"}))
 _SAMPLE_TYPES = {
     "tokens": ArrayType(frozenset({"uint16", "uint32"})),
@@ -90,7 +91,7 @@ def keys_path(folder: Path, name: str) -> Path:
 
 def target_digest(targets: npt.NDArray[np.int32]) -> bytes:
     """32 bytes that stand for a sample's target positions."""
-    return hashlib.sha256(np.ascontiguousarray(targets, dtype="<u4").tobytes()).digest()
+    return hashlib.sha256(np.ascontiguousarray(targets, _POSITION).data).digest()
 
 
 def key_rows(samples: Sequence[TokenizedSample]) -> bytes:

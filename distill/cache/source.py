@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -53,8 +53,8 @@ class Source:
         rest = {sample.key: sample for sample in samples}
         found: dict[bytes, Located] = {}
         for number, layer in enumerate((self.own, *self.larger)):
-            here = layer.locate(rest.values())
-            found |= {key: replace(located, layer=number) for key, located in here.items()}
+            here = layer.locate(rest.values(), number=number)
+            found |= here
             rest = {key: sample for key, sample in rest.items() if key not in here}
         return found
 
