@@ -12,8 +12,9 @@ from distill.collate import collate
 from distill.dataloader import pad
 from distill.errors import InputError
 from distill.losses import build_loss
+from distill.making import init_student, kept_layers
 from distill.models import torch_dtype
-from distill.student import Student, StudentSpec, init_student, kept_layers
+from distill.student import Student, StudentSpec
 from tests.architectures import ARCHITECTURES, VOCAB, make
 from tests.helpers import make_records, make_samples
 from tests.toys import make_model_folder, make_tokenizer

@@ -16,6 +16,9 @@ LossName = Literal["kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd
 Tail = Literal["bucket", "renormalise", "drop", "to_target"]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
+INIT_SIZES = frozenset({"layers", "hidden", "intermediate", "heads", "kv_heads"})
+_MEMORY_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "KB": 10**3, "KiB": 2**10}
+
 PROMPT_PARTS = ("SYS_START", "SYS_END", "USER_START", "USER_END", "ASSISTANT_START", "ASSISTANT_END")
 
 
@@ -32,6 +35,42 @@ def _device_name(name: str) -> str:
     return name
 
 
+def memory_bytes(text: str) -> int:
+    """Bytes of an amount of memory such as "24GB" (of 10^9 bytes) or "1.5GiB" (of 2^30). ValueError if it is none."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?) ?(GB|GiB|MB|MiB|KB|KiB)", text)
+    if match is None:
+        raise ValueError(f'must be an amount of memory such as "24GB" or "1.5GiB", not {show(text)}')
+    return int(float(match[1]) * _MEMORY_UNITS[match[2]])
+
+
+def _memory_by_device(sizes: dict[str, str]) -> dict[str, str]:
+    for name, size in sizes.items():
+        if not re.fullmatch(r"\d{1,3}|cpu|disk", name):
+            raise ValueError(f'{show(name)} is no device; write GPUs by their number ("0"), "cpu" or "disk"')
+        memory_bytes(size)
+    return sizes
+
+
+def _student_init(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Either layers and width of a model that is there, or an architecture with random weights."""
+    start = next((name for name in ("from", "config") if name in wanted), "")
+    if not start or ("from" in wanted and "config" in wanted):
+        raise ValueError('needs either "from" (a model folder to keep layers of) or "config" (a new architecture)')
+    known = INIT_SIZES | ({"from"} if start == "from" else {"config", "tokenizer"})
+    for name, value in wanted.items():
+        if name not in known:
+            raise ValueError(f"{name!a} is not a part of it (parts: {', '.join(sorted(known))})")
+        if name in INIT_SIZES and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            raise ValueError(f"{name} must be a whole number from 1 on, not {show(value)}")
+        if name in ("from", "tokenizer") or (name == "config" and not isinstance(value, dict)):
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} must be a path, not {show(value)}")
+            _path_text(value)
+    if isinstance(wanted.get("config"), dict) and "tokenizer" not in wanted:
+        raise ValueError('a "config" that is an object needs "tokenizer", the folder of one')
+    return wanted
+
+
 def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
     """Exactly the six parts, in order. Backslash-n and backslash-t as two characters mean the one they stand for."""
     for name in (*PROMPT_PARTS, *parts):
@@ -45,6 +84,8 @@ def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
 PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_path_text)]
 PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1)]
 Device = Annotated[str, AfterValidator(_device_name)]
+MemoryByDevice = Annotated[dict[str, str], AfterValidator(_memory_by_device)]
+StudentInit = Annotated[dict[str, Any], AfterValidator(_student_init)]
 PromptFormat = Annotated[dict[str, str], AfterValidator(_prompt_parts)]
 
 Optimizer = Literal[
@@ -71,7 +112,16 @@ class Paths(Section):
         None, "Validation text; without it a part of the training text is held out.", flag="-vd"
     )
     teacher_models_folder: PathText | None = key(None, "Folder of teacher models, or of just one.", flag="-tm")
-    student_path: PathText | None = key(None, "Folder of the student model.", flag="-s", decides="result")
+    student_path: PathText | None = key(
+        None, "Student model: a folder, or a model id of the hub (owner/name).", flag="-s", decides="result"
+    )
+    student_init: StudentInit | None = key(
+        None,
+        'A new student in place of student_path: {"from": FOLDER, "layers": N} keeps layers of a model (and with'
+        ' "hidden" and "intermediate" a part of its width), {"config": FOLDER or object, "layers": N, "hidden": N,'
+        ' "heads": N, ...} makes an architecture with random weights.',
+        decides="result",
+    )
 
 
 class Cache(Section):
@@ -295,14 +345,20 @@ class Training(Section):
         15.0, "Time between states to resume from; 0 = every step.", unit="minutes"
     )
     num_gpu0_layers: Natural | None = key(
-        None, "Layers on the first GPU with device_map custom.", unit="layers", available=(None,)
+        None, "Layers on the first GPU with device_map custom; null puts as many there as elsewhere.", unit="layers"
     )
-    device_map: str | None = key(None, "How the student is spread over devices.", available=(None,))
-    max_memory: dict[str, str] | None = key(None, 'Most memory to use by device: {"0": "24GB"}.', available=(None,))
-    multi_gpu: bool = key(False, "Train on several GPUs.", available=(False,))
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential", "custom"] = key(
+        "auto", "How multi_gpu shares the layers out: a device map of accelerate, or custom, see num_gpu0_layers."
+    )
+    max_memory: MemoryByDevice | None = key(
+        None,
+        'Most memory multi_gpu uses by device: {"0": "24GB", "cpu": "64GB"}; with cpu, layers that no GPU has room for'
+        " are computed there.",
+    )
+    multi_gpu: bool = key(False, "Spread the student over all GPUs that max_memory leaves to it.")
     save_final_state: bool = key(False, "Keep the optimizer's state after the last step.")
     use_flash_attn_2: bool = key(
-        False, "Attend with FlashAttention 2.", flag="-fa2", decides="layer", available=(False,)
+        False, "Attend with FlashAttention 2, teacher and student; otherwise with sdpa.", flag="-fa2", decides="layer"
     )
     wandb_comment: str | None = key(None, "Log to Weights & Biases, under a name with this comment.", flag="-wdb")
 
