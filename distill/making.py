@@ -46,6 +46,8 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "*.model
 # All that a student needs of a model's repository.
 _HUB_FILES = ["*.safetensors", "*.json", *_TOKENIZER_FILES]
 _DIGITS = 12
+# What a description of no possible model makes transformers raise.
+_BAD_DESCRIPTION = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError)
 
 
 # -- a run's student -------------------------------------------------------------------------------------------------
@@ -134,6 +136,7 @@ def _tokenizer_folder(init: Mapping[str, Any]) -> Path:
 
 def _make_random(init: Mapping[str, Any], folder: Path, sizes: Mapping[str, int], seed: int) -> None:
     """Write a student of an architecture with the random weights that ``seed`` gives it."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet_transformers()
@@ -153,7 +156,7 @@ def _make_random(init: Mapping[str, Any], folder: Path, sizes: Mapping[str, int]
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.eval()(torch.arange(4)[None] % config.vocab_size)  # sizes that don't fit together fail here
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+    except (*_BAD_DESCRIPTION, StrictDataclassError) as error:
         raise InputError(f"student_init: no such model can be made: {' '.join(str(error).split())[:300]}") from error
     with saved_folder(folder) as temporary:
         model.save_pretrained(temporary)

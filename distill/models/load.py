@@ -78,6 +78,7 @@ def load_causal_lm(
     spreads the layers over them. attention: one of transformers' kinds; None takes its choice. Raises InputError if the
     folder can't be loaded as a causal language model, MachineError if the devices have no room for it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -106,7 +107,7 @@ def load_causal_lm(
             )
         model, report = loaded
         model = model.eval() if places else model.to(str(device)).eval()
-    except (*_BAD_FOLDER, MemoryError, SafetensorError) as error:
+    except (*_BAD_FOLDER, MemoryError, SafetensorError, StrictDataclassError) as error:
         if out_of_memory(error):
             raise MachineError(
                 f"{folder}: does not fit on {_said(device)}; use a smaller model or another device"

@@ -143,13 +143,14 @@ def _custom_map(model: "PreTrainedModel", gpus: list[int], first_layers: int | N
 
 
 def _without_weights(folder: Path, trust_remote_code: bool) -> "PreTrainedModel":
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{folder}: cannot be loaded as a causal language model: {reason}") from error
     model.tie_weights()
