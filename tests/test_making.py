@@ -13,6 +13,7 @@ from distill.config import Config
 from distill.errors import InputError
 from distill.making import init_student, kept_layers, student_folder, student_name
 from tests.architectures import ARCHITECTURES, make
+from tests.jobs import distill, same_weights, write_config
 from tests.toys import make_model_folder, make_tokenizer
 
 
@@ -208,3 +209,25 @@ def test_a_model_of_the_hub_comes_from_its_cache(
 def test_a_student_has_to_be_given() -> None:
     with pytest.raises(InputError, match="student_path: not given"):
         student_folder(Config.from_flat({}))
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_makes_its_student_and_finds_it_again(teacher_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path, teacher_folder, teacher_folder, text_file, student_path=None, multi_gpu=True, num_epochs=1,
+        student_init={"from": str(teacher_folder), "layers": 1}, max_memory={"7": "1GB", "cpu": "1GB"},
+    )  # fmt: skip
+    said = distill(config)
+    name = f"{teacher_folder.name}-1layers"
+    if not torch.cuda.is_available():
+        assert "warning: max_memory: GPU 7 is not on this machine" in said.stderr
+        assert "there is no GPU on this machine; the student is on the CPU" in said.stderr
+    first = load(tmp_path / "cache" / "student" / "trained" / f"{name}_final")
+    assert first.config.num_hidden_layers == 1
+    assert "0 targets in 0 shards are to be collected" in distill(config, "plan").stdout
+    distill(config, "train")
+    again = load(tmp_path / "cache" / "student" / "trained" / f"{name}-2_final")
+    assert same_weights(first.state_dict(), again.state_dict())
+    assert len(list((tmp_path / "cache" / "student" / "made").iterdir())) == 1

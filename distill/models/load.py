@@ -188,3 +188,5 @@ def quiet_transformers() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     # It says so for every layer and every step.
     warnings.filterwarnings("ignore", message="MatMul8bitLt: inputs will be cast")
+    # What peft asks of transformers.
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
