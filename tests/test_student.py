@@ -85,6 +85,11 @@ def test_frozen_parts_stay_and_the_others_learn(student_folder: Path) -> None:
     assert len(student.parameters()) == sum(p.requires_grad for p in student.model.parameters())
 
 
+def test_nothing_left_to_train_is_refused(student_folder: Path) -> None:
+    with pytest.raises(InputError, match="freeze_layers: it leaves nothing of the student to train"):
+        Student(replace(spec_of(student_folder), freeze_layers=("weight",)))
+
+
 def test_a_part_of_no_name_is_refused_with_near_ones(student_folder: Path) -> None:
     with pytest.raises(InputError, match=r"freeze_layers: 'embed_token_' is in no .*did you mean .*embed_tokens"):
         Student(replace(spec_of(student_folder), freeze_layers=("lm_head", "embed_token_")))
