@@ -5,7 +5,8 @@ from distill.config.keys import Decides, Key, show, suggest
 from distill.config.reader import JsonError, read_json
 from distill.config.reference import json_schema, keys_by_section, reference_markdown, value_text, write_generated
 from distill.config.root import Config, LoadedConfig, RunOptions, Setting, find_key, resolve, section_model
-from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training, memory_bytes
+from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
+from distill.config.values import memory_bytes
 
 __all__ = [
     "Cache",

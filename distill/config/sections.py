@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from distill.config.keys import MAX_INT, Section, key, show
-from distill.config.reader import BACKSLASH_HINT
+from distill.config.values import memory_by_device, path_text, student_init
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -16,59 +16,13 @@ LossName = Literal["kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd
 Tail = Literal["bucket", "renormalise", "drop", "to_target"]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
-INIT_SIZES = frozenset({"layers", "hidden", "intermediate", "heads", "kv_heads"})
-_MEMORY_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "KB": 10**3, "KiB": 2**10}
-
 PROMPT_PARTS = ("SYS_START", "SYS_END", "USER_START", "USER_END", "ASSISTANT_START", "ASSISTANT_END")
-
-
-def _path_text(text: str) -> str:
-    control = next((char for char in text if ord(char) < 32 or ord(char) == 127), None)
-    if control is not None:
-        raise ValueError(f"the path holds the control character {control!a}: {BACKSLASH_HINT}")
-    return text
 
 
 def _device_name(name: str) -> str:
     if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
         raise ValueError(f'must be "cpu", "cuda", "cuda:N" or "mps", not {show(name)}')
     return name
-
-
-def memory_bytes(text: str) -> int:
-    """Bytes of an amount of memory such as "24GB" (of 10^9 bytes) or "1.5GiB" (of 2^30). ValueError if it is none."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?) ?(GB|GiB|MB|MiB|KB|KiB)", text)
-    if match is None:
-        raise ValueError(f'must be an amount of memory such as "24GB" or "1.5GiB", not {show(text)}')
-    return int(float(match[1]) * _MEMORY_UNITS[match[2]])
-
-
-def _memory_by_device(sizes: dict[str, str]) -> dict[str, str]:
-    for name, size in sizes.items():
-        if not re.fullmatch(r"\d{1,3}|cpu|disk", name):
-            raise ValueError(f'{show(name)} is no device; write GPUs by their number ("0"), "cpu" or "disk"')
-        memory_bytes(size)
-    return sizes
-
-
-def _student_init(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Either layers and width of a model that is there, or an architecture with random weights."""
-    start = next((name for name in ("from", "config") if name in wanted), "")
-    if not start or ("from" in wanted and "config" in wanted):
-        raise ValueError('needs either "from" (a model folder to keep layers of) or "config" (a new architecture)')
-    known = INIT_SIZES | ({"from"} if start == "from" else {"config", "tokenizer"})
-    for name, value in wanted.items():
-        if name not in known:
-            raise ValueError(f"{name!a} is not a part of it (parts: {', '.join(sorted(known))})")
-        if name in INIT_SIZES and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            raise ValueError(f"{name} must be a whole number from 1 on, not {show(value)}")
-        if name in ("from", "tokenizer") or (name == "config" and not isinstance(value, dict)):
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"{name} must be a path, not {show(value)}")
-            _path_text(value)
-    if isinstance(wanted.get("config"), dict) and "tokenizer" not in wanted:
-        raise ValueError('a "config" that is an object needs "tokenizer", the folder of one')
-    return wanted
 
 
 def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
@@ -81,11 +35,11 @@ def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
     return {name: parts[name].replace("\\n", "\n").replace("\\t", "\t") for name in PROMPT_PARTS}
 
 
-PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_path_text)]
+PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(path_text)]
 PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1)]
 Device = Annotated[str, AfterValidator(_device_name)]
-MemoryByDevice = Annotated[dict[str, str], AfterValidator(_memory_by_device)]
-StudentInit = Annotated[dict[str, Any], AfterValidator(_student_init)]
+MemoryByDevice = Annotated[dict[str, str], AfterValidator(memory_by_device)]
+StudentInit = Annotated[dict[str, Any], AfterValidator(student_init)]
 PromptFormat = Annotated[dict[str, str], AfterValidator(_prompt_parts)]
 
 Optimizer = Literal[
