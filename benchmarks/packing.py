@@ -5,9 +5,9 @@
 TEXT is a file of conversations, such as gsm8k's, and TOKENIZER a model folder with a chat template. The student is a
 Llama of SmolLM2's shape with 6 layers and random weights; the records are made up, K = 64. Both ways take batches of
 ``--tokens`` tokens, padding included, from the same samples in the same random order, and train on them in turns:
-forward and backward, without an optimizer, the least processor time that each batch took in any round. "padded, sorted" is for comparison: batches of
-samples of about one length, which have little padding too, but aren't mixed. The gradient of the first samples, packed
-and padded, is compared first.
+forward and backward, without an optimizer, the least processor time that each batch took in any round. "padded,
+sorted" is for comparison: batches of samples of about one length, which have little padding too, but aren't mixed. The
+gradient of the first samples, packed and padded, is compared first.
 """
 
 import argparse

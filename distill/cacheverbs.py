@@ -12,6 +12,7 @@ from distill.cache.verify import verify as verify_layers
 from distill.config import Config
 from distill.errors import InputError
 from distill.lock import lock
+from distill.making import student_folder
 from distill.planning import cache_lock, open_budget
 from distill.prepare import prepare_text
 from distill.report import Console
@@ -33,11 +34,10 @@ def inspect(config: Config, layer: str | None, sample: int) -> None:
     with _admissions(config) as admissions:
         for line in describe_cache(_dataset(config), admissions):
             console.say(line)
-        if config.paths.student_path is None:
+        if config.paths.student_path is None and config.paths.student_init is None:
             console.say("set student_path to see a sample decoded")
             return
-        folder = Path(config.paths.student_path)
-        tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
+        tokenizer = load_tokenizer(student_folder(config), trust_remote_code=config.pipeline.trust_remote_code)
         folders = choose_layers(_dataset(config), [layer] if layer else [])
         chosen = next((folder for folder in folders if any(folder.glob("*.h5"))), folders[0])
         with Layer.load(chosen, admissions) as opened:

@@ -159,7 +159,7 @@ def _init_student(command: Command) -> None:
     layers = command.options["--layers"]
     if not re.fullmatch(r"[1-9]\d{0,8}", layers):
         raise InputError(f"--layers: must be a whole number, at least 1, not {show(layers)}")
-    from distill.student import init_student
+    from distill.making import init_student
 
     init_student(Path(command.options["--from"]).absolute(), int(layers), Path(command.options["--out"]).absolute())
 

@@ -40,6 +40,12 @@ class StudentStatistics:
     argmax_ids: Tensor
     top_logprobs: Tensor
 
+    def to(self, device: str) -> "StudentStatistics":
+        """The same on ``device``."""
+        s = self.scores
+        scores = StudentScores(s.kept_logits.to(device), s.rest_lse.to(device), s.label_logits.to(device))
+        return StudentStatistics(scores, self.argmax_ids.to(device), self.top_logprobs.to(device))
+
 
 def fused_loss(
     hidden: Tensor,

@@ -1,11 +1,13 @@
-"""Which worker runs on which devices. A pure function of what the devices have and what a teacher needs.
+"""Which model runs on which devices. Pure functions of what the devices have and what a model needs.
 
 A teacher that fits on one GPU is placed whole, the workers spread over the GPUs in turn; a larger one takes as many
 whole GPUs as it needs, and accelerate spreads its layers over them. Without a GPU every worker is on the CPU.
+A student is on one device, or spread as its keys say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from distill.errors import InputError
 
@@ -14,6 +16,8 @@ GB = 10**9
 # What a worker needs on each of its GPUs besides the weights: CUDA's context, activations, a piece of logits. A batch
 # that needs more is halved, so this decides only how many workers are let in.
 _WORKING_BYTES = 2 * GB
+_HOST_DEVICES = ("cpu", "disk")
+_UNLIMITED = 2**62
 # Layers are not divisible: a model spread over GPUs leaves a bit of each unused.
 _SPREAD_LOSS = 1.1
 
@@ -49,6 +53,28 @@ class Placement:
         return len(self.max_memory) > 1
 
 
+TRAINED_BYTES = 4.0
+"""What training takes for each byte of weights: the weights, their gradients and Adam's two means, all fp32."""
+FROZEN_BYTES = 1.0
+"""The same where only adapters are trained, which are small beside the weights."""
+
+SpreadStrategy = Literal["auto", "balanced", "balanced_low_0", "sequential", "custom"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a student is spread over devices.
+
+    ``strategy`` is one of accelerate's device maps, or "custom": the first ``first_layers`` layers on the first GPU
+    and the others evenly on the others; None puts as many on it as on each of the others. ``room`` says how many bytes
+    of weights a device may hold: GPUs by their index, then "cpu" and "disk" where they may be used.
+    """
+
+    strategy: SpreadStrategy
+    room: tuple[tuple[int | str, int], ...]
+    first_layers: int | None = None
+
+
 def place(
     gpus: Sequence[Gpu], *, wanted: str | None, reserve_vram: Sequence[float], model_bytes: int, workers: int
 ) -> list[Placement]:
@@ -72,6 +98,36 @@ def place(
         Placement(f"cuda:{group[0]}", tuple((index, room[index] // users[index]) for index in group))
         for group in groups
     ]
+
+
+def plan_spread(
+    gpus: Sequence[Gpu],
+    *,
+    strategy: SpreadStrategy,
+    max_memory: Mapping[str, int],
+    first_layers: int | None,
+    bytes_per_weight_byte: float,
+) -> tuple[Spread, list[str]]:
+    """How to spread a student over ``gpus``, and lines for the user on what can't be as was asked.
+
+    max_memory: bytes by device, "0", "1", ... (0 bytes leave one out), "cpu", "disk"; a GPU without an entry may be
+    filled, main memory and disk are used only if they have one. bytes_per_weight_byte: what training takes in all for
+    each byte of weights. Without a GPU the student is on the CPU. Raises InputError if no device is left.
+    """
+    known = {str(gpu.index) for gpu in gpus}
+    absent = [name for name in max_memory if name not in known and name not in _HOST_DEVICES]
+    notes = [
+        f"max_memory: GPU {name} is not on this machine ({len(gpus)} GPUs); its entry isn't used" for name in absent
+    ]
+    if not gpus:
+        notes.append("multi_gpu: there is no GPU on this machine; the student is on the CPU")
+        return Spread(strategy, (("cpu", max_memory.get("cpu", _UNLIMITED)),)), notes
+    free = {gpu.index: min(gpu.free, max_memory.get(str(gpu.index), gpu.free)) for gpu in gpus}
+    room: dict[int | str, int] = {index: int(size / bytes_per_weight_byte) for index, size in free.items() if size}
+    if not room:
+        raise InputError("max_memory: it leaves no GPU to the student; switch multi_gpu off, or raise an entry")
+    room |= {name: int(max_memory[name] / bytes_per_weight_byte) for name in _HOST_DEVICES if name in max_memory}
+    return Spread(strategy, tuple(room.items()), first_layers), notes
 
 
 def visible_gpus() -> list[Gpu]:

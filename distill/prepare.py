@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING
 
 from distill.adapters import DEFAULT_RANK, AdapterSpec
 from distill.cache import Admissions, LayerSpec
-from distill.config import Config
+from distill.config import Config, memory_bytes
 from distill.dataset import read_samples
 from distill.errors import InputError
+from distill.making import student_folder
 from distill.models import (
+    FLASH,
     PipelineConfig,
     compute_dtype,
     config_digest,
     quantisation,
     read_model_config,
     read_pipeline_config,
+    require_flash_attention,
     resolve_device,
     weight_files,
     weights_digest,
 )
+from distill.placement import FROZEN_BYTES, TRAINED_BYTES, Spread, plan_spread, visible_gpus
 from distill.report import Console
 from distill.splits import Split, cached_splits, cut_to_stored, read_splits, saved_roles, warn_of_gaps
 from distill.student import StudentSpec
@@ -101,14 +105,14 @@ def prepare(config: Config, console: Console) -> Job:
 
     Raises InputError for whatever the user has to mend. Loads no weights and writes nothing but digests.
     """
-    student_folder = Path(_required(config.paths.student_path, "student_path"))
-    weight_files(student_folder)
-    if quantisation(student_folder) != "none":
+    folder = student_folder(config)
+    weight_files(folder)
+    if quantisation(folder) != "none":
         raise InputError(
-            f"student_path: the weights of {student_folder} are packed ({quantisation(student_folder)}) and can't be"
-            " trained; give the model that they were made from"
+            f"student_path: the weights of {folder} are packed ({quantisation(folder)}) and can't be trained; give the"
+            " model that they were made from"
         )
-    student_tokenizer = load_tokenizer(student_folder, trust_remote_code=config.pipeline.trust_remote_code)
+    student_tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
     admissions = Admissions(Path(config.paths.cache_folder))
     add_bos = config.student.add_bos
     if config.pipeline.use_teachers:
@@ -119,8 +123,8 @@ def prepare(config: Config, console: Console) -> Job:
     else:
         teachers, models = _cached_teachers(config, student_tokenizer, admissions, console), []
     crop = teachers[0].layer.vocab_size
-    _check_model("student", student_folder, crop, config.model.context_len, console)
-    template = resolve_template(config.student.prompt_format, [(student_folder, student_tokenizer), *models])
+    _check_model("student", folder, crop, config.model.context_len, console)
+    template = resolve_template(config.student.prompt_format, [(folder, student_tokenizer), *models])
     if config.pipeline.use_teachers or config.paths.dataset_path:
         sample_tokenizer = SampleTokenizer(student_tokenizer, template, _sample_rules(config, crop, add_bos))
         splits = read_splits(config, sample_tokenizer, teachers, console)
@@ -133,22 +137,7 @@ def prepare(config: Config, console: Console) -> Job:
     return Job(
         config=config,
         teachers=tuple(teachers),
-        student=StudentSpec(
-            folder=student_folder,
-            precision=config.training.training_precision,
-            device=(
-                resolve_device(config.training.student_device, key="student_device")
-                if config.training.student_device
-                else resolve_device(config.model.device)
-            ),
-            vocab_size=crop,
-            grad_checkpointing=config.training.grad_checkpointing,
-            trust_remote_code=config.pipeline.trust_remote_code,
-            chat_template=template.jinja() if template else None,
-            freeze_layers=config.student.freeze_layers,
-            packing=config.training.packing,
-            adapters=_adapters(config),
-        ),
+        student=_student_spec(config, folder, crop, template.jinja() if template else None, console),
         splits=splits,
         admissions=admissions,
     )
@@ -170,7 +159,7 @@ class Text:
 
 def prepare_text(config: Config, console: Console) -> Text:
     """Read and tokenise the text dataset without any teacher; InputError as ``prepare``."""
-    folder = Path(_required(config.paths.student_path, "student_path"))
+    folder = student_folder(config)
     tokenizer = load_tokenizer(folder, trust_remote_code=config.pipeline.trust_remote_code)
     path = config.paths.dataset_path
     _required(path, "dataset_path")
@@ -224,15 +213,19 @@ def _loaded_teachers(
 
 def _teacher_spec(config: Config, folder: Path, own: PipelineConfig, crop: int) -> TeacherSpec:
     device = resolve_device(config.model.device)
+    dtype = compute_dtype(folder, config.collection.teacher_dtype, device)
+    if config.training.use_flash_attn_2:
+        require_flash_attention(device, dtype, "teacher_dtype")
     return TeacherSpec(
         folder=folder,
-        dtype=compute_dtype(folder, config.collection.teacher_dtype, device),
+        dtype=dtype,
         device=device,
         vocab_size=crop,
         top_k=min(config.model.save_topK, crop) if config.model.enable_topK else crop,
         trust_remote_code=config.pipeline.trust_remote_code,
         head_dtype=config.collection.head_dtype,
         seq_chunk_len=config.collection.seq_chunk_len or own.seq_chunk_len,
+        attention=FLASH if config.training.use_flash_attn_2 else None,
     )
 
 
@@ -244,7 +237,7 @@ def _layer_spec(config: Config, spec: TeacherSpec, token_map: str) -> LayerSpec:
         dtype=f"{spec.dtype}{head}",
         model_config=config_digest(spec.folder),
         quantisation=quantisation(spec.folder),
-        attention="default",
+        attention=spec.attention or "default",
         token_map=token_map,
         vocab_size=spec.vocab_size,
         mode="full" if spec.top_k == spec.vocab_size else "topk",
@@ -315,6 +308,50 @@ def _check_model(role: str, folder: Path, crop: int, context_len: int, console: 
     positions = description.get("max_position_embeddings") or description.get("n_positions")
     if isinstance(positions, int) and positions < context_len:
         console.warn(f"context_len {context_len} is beyond the {role}'s {positions} positions")
+
+
+# -- the student ------------------------------------------------------------------------------------------------------
+
+
+def _student_spec(config: Config, folder: Path, crop: int, chat_template: str | None, console: Console) -> StudentSpec:
+    training = config.training
+    device = (
+        resolve_device(training.student_device, key="student_device")
+        if training.student_device
+        else resolve_device(config.model.device)
+    )
+    spec = StudentSpec(
+        folder=folder,
+        precision=training.training_precision,
+        device=device,
+        vocab_size=crop,
+        grad_checkpointing=training.grad_checkpointing,
+        trust_remote_code=config.pipeline.trust_remote_code,
+        chat_template=chat_template,
+        freeze_layers=config.student.freeze_layers,
+        packing=training.packing,
+        adapters=_adapters(config),
+        spread=_spread(config, console) if training.multi_gpu else None,
+        attention=FLASH if training.use_flash_attn_2 else None,
+    )
+    if training.use_flash_attn_2:
+        require_flash_attention(device, "bf16" if spec.quantise else spec.precision, "training_precision")
+    return spec
+
+
+def _spread(config: Config, console: Console) -> Spread:
+    training = config.training
+    frozen = _adapters(config) is not None
+    spread, notes = plan_spread(
+        visible_gpus(),
+        strategy=training.device_map,
+        max_memory={name: memory_bytes(size) for name, size in (training.max_memory or {}).items()},
+        first_layers=training.num_gpu0_layers,
+        bytes_per_weight_byte=FROZEN_BYTES if frozen else TRAINED_BYTES,
+    )
+    for note in notes:
+        console.warn(note)
+    return spread
 
 
 def _adapters(config: Config) -> AdapterSpec | None:

@@ -15,6 +15,7 @@ from typing import Any
 from distill.config import Config, RunOptions
 from distill.errors import InputError
 from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, write_durably
+from distill.making import student_name
 from distill.optim import OBSERVING
 
 _RECORD = "run.json"
@@ -37,8 +38,7 @@ class Run:
 
 def state_folder(config: Config) -> Path:
     """Where the state of the student's unfinished training is."""
-    student = Path(config.paths.student_path or "student").name
-    return Path(config.paths.cache_folder) / "student" / "states" / student
+    return Path(config.paths.cache_folder) / "student" / "states" / student_name(config)
 
 
 def export_folder(config: Config) -> Path:
@@ -132,7 +132,7 @@ def new_run(config: Config, identity: dict[str, str]) -> Run:
 
     The name is reserved by a file beside the exports, made by whoever comes first.
     """
-    exports, stem = make_folder(export_folder(config)), Path(config.paths.student_path or "student").name
+    exports, stem = make_folder(export_folder(config)), student_name(config)
     for number in itertools.count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         finished = (f"{name}_final", f"{name}_best")

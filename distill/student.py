@@ -1,10 +1,10 @@
-"""The student: load, loss and statistics at target positions, export, and a new one made from a teacher's layers."""
+"""The student: load, loss and statistics at target positions, export."""
 
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,15 @@ from distill.losses import LossFunction, SparseTargets, Weighing
 from distill.models import (
     Quantise,
     load_causal_lm,
-    quiet_transformers,
+    load_spread,
     saved_folder,
-    stored_dtype,
     torch_dtype,
-    weight_files,
 )
+from distill.placement import Spread
 from distill.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,8 @@ class StudentSpec:
     ``adapters`` are trained.
     ``chat_template`` is the format that it is trained on, which its export takes over; None for completions only.
     Parameters whose name contains one of ``freeze_layers`` aren't trained. ``packing``: rows may hold several samples.
+    With ``spread`` its layers are on several devices, and ``device`` is where batches go. ``attention`` is one of
+    transformers' kinds; None takes its choice.
     """
 
     folder: Path
@@ -60,6 +61,8 @@ class StudentSpec:
     freeze_layers: tuple[str, ...] = ()
     packing: bool = False
     adapters: AdapterSpec | None = None
+    spread: Spread | None = None
+    attention: str | None = None
 
     @property
     def quantise(self) -> Quantise | None:
@@ -71,14 +74,11 @@ class Student:
     """A student on its device. ``note`` is a line for the user if its head had to be run in the model's own way."""
 
     def __init__(self, spec: StudentSpec) -> None:
+        self.model: PreTrainedModel = _load(spec)
+        if spec.spread is not None:
+            spec = replace(spec, device=str(self.model.get_input_embeddings().weight.device))
         self.spec = spec
-        self.model: PreTrainedModel = load_causal_lm(
-            spec.folder,
-            dtype="fp32",
-            device=spec.device,
-            trust_remote_code=spec.trust_remote_code,
-            quantise=spec.quantise,
-        )
+        self._device_kinds = {parameter.device.type for parameter in self.model.parameters()}
         assert spec.adapters or not spec.quantise, "packed weights can't learn"
         _freeze(self.model, spec.freeze_layers)
         self._adapters = None if spec.adapters is None else Adapters(self.model, spec.adapters)
@@ -119,11 +119,11 @@ class Student:
                 return dense_loss(logits, targets, loss, scale=scale)
             # Found anew each time: the weights may have been replaced.
             head = find_head(self.model, self.spec.vocab_size)
-            hidden = self._target_hidden(tokens)
+            hidden, targets = self._target_hidden(tokens), targets.to(str(head.weight.device))
             if weighing is not None:
                 values = fused_losses(hidden, head, targets, weighing.by)
-                targets = weighing.weigh(targets, values, tokens.samples)
-            return fused_loss(hidden, head, targets, loss, scale=scale)
+                targets = weighing.weigh(targets, values, tokens.samples.to(values.device))
+            return fused_loss(hidden, head, targets, loss, scale=scale).to(self.spec.device)
 
     @torch.no_grad()
     def statistics(self, tokens: TokenBatch, targets: SparseTargets) -> StudentStatistics:
@@ -132,7 +132,9 @@ class Student:
             if not self._known_head:
                 return dense_statistics(self._own_logits(tokens), targets)
             head = find_head(self.model, self.spec.vocab_size)
-            return student_statistics(self._target_hidden(tokens), head, targets)
+            return student_statistics(self._target_hidden(tokens), head, targets.to(str(head.weight.device))).to(
+                self.spec.device
+            )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -174,18 +176,43 @@ class Student:
         _save_model(plain, folder, "fp32" if self.spec.quantise else self.spec.precision)
 
     def _target_hidden(self, tokens: TokenBatch) -> Tensor:
-        return tokens.at_targets(hidden_states(self.model, tokens.token_ids, position_ids=tokens.position_ids))
+        hidden = hidden_states(self.model, tokens.token_ids, position_ids=tokens.position_ids)
+        return tokens.at_targets(hidden.to(tokens.token_ids.device))
 
     def _own_logits(self, tokens: TokenBatch) -> Tensor:
         logits = own_logits(self.model, tokens.token_ids, position_ids=tokens.position_ids)
-        return tokens.at_targets(logits)[:, : self.spec.vocab_size]
+        return tokens.at_targets(logits.to(tokens.token_ids.device))[:, : self.spec.vocab_size]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         device = torch.device(self.spec.device).type
         precision = self.spec.precision
         if self.spec.quantise:
             precision = "fp32" if device == "cpu" else "bf16"
-        return nullcontext() if precision == "fp32" else torch.autocast(device, dtype=torch_dtype(precision))
+        if precision == "fp32":
+            return nullcontext()
+        contexts = ExitStack()
+        for kind in {device, *self._device_kinds}:
+            contexts.enter_context(torch.autocast(kind, dtype=torch_dtype(precision)))
+        return contexts
+
+
+def _load(spec: StudentSpec) -> "PreTrainedModel":
+    if spec.spread is None:
+        return load_causal_lm(
+            spec.folder,
+            dtype="fp32",
+            device=spec.device,
+            trust_remote_code=spec.trust_remote_code,
+            quantise=spec.quantise,
+            attention=spec.attention,
+        )
+    return load_spread(
+        spec.folder,
+        spec.spread,
+        quantise=spec.quantise,
+        trust_remote_code=spec.trust_remote_code,
+        attention=spec.attention,
+    )
 
 
 def _freeze(model: nn.Module, parts: Sequence[str]) -> None:
@@ -202,6 +229,8 @@ def _freeze(model: nn.Module, parts: Sequence[str]) -> None:
             raise InputError(f"freeze_layers: {part!r} is in no parameter's name{hint}")
         for parameter in named:
             parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise InputError("freeze_layers: it leaves nothing of the student to train; name fewer parts")
 
 
 def _name_parts(names: Iterable[str]) -> set[str]:
@@ -211,71 +240,6 @@ def _name_parts(names: Iterable[str]) -> set[str]:
         words = name.split(".")
         found |= {".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     return {part for part in found if not part.isdigit()}
-
-
-def kept_layers(layers: int, keep: int) -> list[int]:
-    """Indices of ``keep`` evenly spaced layers out of ``layers``, the first and the last always among them."""
-    if keep == 1:
-        return [0]
-    return [round(index * (layers - 1) / (keep - 1)) for index in range(keep)]
-
-
-def init_student(teacher_dir: Path, layers: int, out_dir: Path) -> None:
-    """Write a student that is the teacher with ``layers`` of its layers, all else kept.
-
-    Raises InputError if the teacher has fewer layers, keeps them in an unknown way, or ``out_dir`` exists.
-    """
-    from transformers import AutoModelForCausalLM
-
-    quiet_transformers()
-    if out_dir.exists():
-        raise InputError(f"{out_dir}: exists; name a new folder with --out")
-    weight_files(teacher_dir)
-    dtype = stored_dtype(teacher_dir)
-    teacher = load_causal_lm(teacher_dir, dtype=dtype, device="cpu", trust_remote_code=False)
-    tokenizer = load_tokenizer(teacher_dir, trust_remote_code=False)
-    count = teacher.config.num_hidden_layers
-    if not 1 <= layers <= count:
-        raise InputError(f"--layers: {layers}, but {teacher_dir} has {count} layers; use 1 to {count}")
-    keep = kept_layers(count, layers)
-    stack = _layer_stack(teacher, count, teacher_dir)
-    config = type(teacher.config).from_dict(_config_with_layers(teacher.config, keep))
-    student = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
-    renamed = {f"{stack}.{old}.": f"{stack}.{new}." for new, old in enumerate(keep)}
-    weights = {}
-    for name, tensor in teacher.state_dict().items():
-        prefix = next((prefix for prefix in renamed if name.startswith(prefix)), None)
-        if prefix is not None:
-            weights[renamed[prefix] + name.removeprefix(prefix)] = tensor
-        elif not name.startswith(f"{stack}."):
-            weights[name] = tensor
-    student.load_state_dict(weights)
-    with saved_folder(out_dir) as temporary:
-        student.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-
-
-def _layer_stack(model: "PreTrainedModel", count: int, folder: Path) -> str:
-    """Name of the list of ``count`` transformer blocks."""
-    lists = [
-        str(n) for n, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    if len(outermost) != 1:
-        raise InputError(f"{folder}: cannot tell its layers in this architecture; make the student another way")
-    return outermost[0]
-
-
-def _config_with_layers(config: "PretrainedConfig", keep: list[int]) -> dict[str, Any]:
-    """The configuration with fewer layers; every list that has one value a layer (``layer_types``) is cut to them."""
-    count = config.num_hidden_layers
-    per_layer = {
-        name: [value[index] for index in keep]
-        for name, value in config.to_dict().items()
-        if isinstance(value, list) and len(value) == count and name != "architectures"
-    }
-    name_of_count = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return config.to_dict() | per_layer | {name_of_count: len(keep)}
 
 
 def _save_model(model: "PreTrainedModel", folder: Path, dtype: str) -> None:

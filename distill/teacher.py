@@ -37,7 +37,7 @@ class TeacherSpec:
 
     top_k: entries a record; vocab_size of them are the whole distribution. head_dtype: the type that the head's product
     is computed in; "auto" is ``dtype``. seq_chunk_len: samples longer than this are run in chunks of it. max_memory:
-    bytes it may take by GPU index, see ``placement``.
+    bytes it may take by GPU index, see ``placement``. attention: one of transformers' kinds; None takes its choice.
     """
 
     folder: Path
@@ -49,6 +49,7 @@ class TeacherSpec:
     head_dtype: str = "auto"
     seq_chunk_len: int | None = None
     max_memory: tuple[tuple[int, int], ...] = ()
+    attention: str | None = None
 
     def on(self, placement: Placement) -> Self:
         """The same teacher where ``placement`` says."""
@@ -225,6 +226,7 @@ class Teacher:
             trust_remote_code=spec.trust_remote_code,
             quantised=True,
             max_memory=dict(spec.max_memory),
+            attention=spec.attention,
         )
         self._probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
         self._head = verified_head(self._model, spec.vocab_size, self._probe)

@@ -104,3 +104,31 @@ def test_targets_are_linear_layers_by_the_end_of_their_names(tmp_path: Path) -> 
         make_student("llama-tied", tmp_path / "base", "fp32", replace(ADAPTERS, targets=("q_prj",)))
     with pytest.raises(InputError, match=r"lora_targets: 'lm_head' is the output layer"):
         make_student("llama-tied", tmp_path / "base", "fp32", replace(ADAPTERS, targets=("lm_head",)))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mistral"])
+@pytest.mark.parametrize("precision", ["8bit", "4bit"])
+def test_head_and_embeddings_stay_as_they_are(name: str, precision: str, tmp_path: Path) -> None:
+    model = make_student(name, tmp_path / "base", precision).model
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for ours, theirs in (
+        (model.get_output_embeddings(), base.get_output_embeddings()),
+        (model.get_input_embeddings(), base.get_input_embeddings()),
+    ):
+        assert torch.equal(ours.weight, theirs.weight) and ours.weight.dtype == torch.float32
+    assert model.model.layers[0].mlp.up_proj.base_layer.weight.dtype in (torch.int8, torch.uint8)
+
+
+def test_checkpointing_gives_adapters_the_same_gradients(tmp_path: Path) -> None:
+    gradients = []
+    samples = make_samples(3, length=20)
+    tokens = collate(samples)
+    targets = pad(make_records(samples), tokens.labels)
+    for checkpointing in (False, True):
+        spec = make_student("llama-tied", tmp_path / "base", "4bit").spec
+        student = Student(replace(spec, grad_checkpointing=checkpointing))
+        train(student, 2)
+        student.model.train()
+        student.loss(tokens, targets, build_loss("kl"), scale=1.0).backward()
+        gradients.append([parameter.grad for parameter in student.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))

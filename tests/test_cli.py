@@ -37,7 +37,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     replace_module(monkeypatch, "pipeline", **{verb: record(verb) for verb in PIPELINE_VERBS})
     names = {"inspect": "inspect", "verify": "verify", "import_file": "import", "export": "export"}
     replace_module(monkeypatch, "cacheverbs", **{name: record(verb) for name, verb in names.items()})
-    replace_module(monkeypatch, "student", init_student=record("init-student"))
+    replace_module(monkeypatch, "making", init_student=record("init-student"))
     return made
 
 
@@ -234,7 +234,7 @@ WRONG: list[tuple[str, str]] = [
     ("--add_bos=", '--add_bos: must be true or false, not ""'),
     ("-fl a", "-fl: must be a list of strings in JSON: expected a value (1:1)"),
     ("--max_memory {0:1}", "--max_memory: must be an object of strings in JSON: expected a key in double quotes (1:2)"),
-    ('--max_memory {"0":"24GB"}', '--max_memory: {"0": "24GB"} is not available yet (available: null)'),
+    ('--max_memory {"0":"24GB"}', "--max_memory: needs multi_gpu, which is false"),
     ("-s=", "-s: must not be empty (null means the default)"),
     ("--loss klx", f"--loss: must be one of {LOSSES} or an object of numbers, not \"klx\"; did you mean 'kl'?"),
     ('--loss {"kl":1,"ab":1} --tail drop', "--tail: drop is of kl alone; ab takes bucket or renormalise"),

@@ -29,6 +29,7 @@ KEYS: dict[str, tuple[str, str | None, object]] = {
     "validation_dataset_path": ("-vd", None, None),
     "teacher_models_folder": ("-tm", None, None),
     "student_path": ("-s", "result", None),
+    "student_init": ("", "result", None),
     "max_cache_size_gb": ("-maxgb", None, 10.0),
     "cache_precision": ("", "layer", "compact"),
     "shard_targets": ("", None, 8192),
@@ -107,7 +108,7 @@ KEYS: dict[str, tuple[str, str | None, object]] = {
     "loader_workers": ("", None, 1),
     "save_state_every_minutes": ("", None, 15.0),
     "num_gpu0_layers": ("", None, None),
-    "device_map": ("", None, None),
+    "device_map": ("", None, "auto"),
     "max_memory": ("", None, None),
     "multi_gpu": ("", None, False),
     "save_final_state": ("", None, False),
@@ -240,6 +241,7 @@ def test_bom_null_and_schema_key(tmp_path: Path) -> None:
 
 def test_relative_paths_count_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "models" / "s").mkdir(parents=True)
     path = write(tmp_path, '{"dataset_path": ["a", "../b", "/c"], "student_path": "models/s"}')
     monkeypatch.chdir(tmp_path / "elsewhere")
     override = Setting("teacher_models_folder", "t", said="-tm", origin="command line", folder=Path.cwd())
@@ -315,6 +317,19 @@ def test_a_dataset_of_the_hub_is_no_path(tmp_path: Path) -> None:
     assert load_config(path).paths.dataset_path == (
         "owner/name", str(tmp_path / "owner/text.jsonl"), str(tmp_path / "here/there"), "owner/name/part:train",
     )  # fmt: skip
-    assert load_config(write(tmp_path, '{"student_path": "owner/name"}')).paths.student_path == str(
-        tmp_path / "owner/name"
-    )
+
+
+@pytest.mark.parametrize("text", ["owner/name", "here/there", "./owner/name", "a/b/c", "owner/name:train"])
+def test_a_student_of_the_hub_is_no_path(text: str, tmp_path: Path) -> None:
+    (tmp_path / "here" / "there").mkdir(parents=True)
+    paths = load_config(write(tmp_path, json.dumps({"student_path": text}))).paths
+    assert paths.student_path == (text if text == "owner/name" else str(tmp_path / text))
+
+
+def test_paths_of_a_new_student_count_from_the_file(tmp_path: Path) -> None:
+    wanted = {"config": {"model_type": "llama"}, "tokenizer": "models/t", "layers": 2}
+    assert load_config(write(tmp_path, json.dumps({"student_init": wanted}))).paths.student_init == wanted | {
+        "tokenizer": str(tmp_path / "models/t")
+    }
+    folder = load_config(write(tmp_path, '{"student_init": {"from": "a/teacher", "layers": 2}}')).paths.student_init
+    assert folder == {"from": str(tmp_path / "a/teacher"), "layers": 2}

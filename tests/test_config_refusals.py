@@ -117,11 +117,50 @@ WRONG_VALUES: list[tuple[str, str]] = [
         '"training_precision": "4bit", "freeze_layers": ["mlp"]',
         "freeze_layers: adapters leave all of the student as it is; choose lora_targets",
     ),
-    ('"num_gpu0_layers": 3', "num_gpu0_layers: 3 is not available yet (available: null)"),
-    ('"device_map": "custom"', 'device_map: "custom" is not available yet (available: null)'),
-    ('"max_memory": {"0": "24GB"}', 'max_memory: {"0": "24GB"} is not available yet (available: null)'),
-    ('"multi_gpu": true', "multi_gpu: true is not available yet (available: false)"),
-    ('"use_flash_attn_2": true', "use_flash_attn_2: true is not available yet (available: false)"),
+    ('"num_gpu0_layers": 3', "num_gpu0_layers: needs multi_gpu, which is false"),
+    ('"device_map": "custom"', "device_map: needs multi_gpu, which is false"),
+    ('"max_memory": {"0": "24GB"}', "max_memory: needs multi_gpu, which is false"),
+    ('"multi_gpu": true, "num_gpu0_layers": 3', "num_gpu0_layers: belongs to device_map custom, not auto"),
+    (
+        '"multi_gpu": true, "student_device": "cuda:1"',
+        "student_device: is one device, but multi_gpu uses all; max_memory leaves out single ones",
+    ),
+    (
+        '"device_map": "balance"',
+        'device_map: must be one of "auto", "balanced", "balanced_low_0", "sequential", "custom", not "balance"; '
+        "did you mean 'balanced'?",
+    ),
+    (
+        '"max_memory": {"0": "24"}',
+        'max_memory: must be an amount of memory such as "24GB" or "1.5GiB", not "24"',
+    ),
+    (
+        '"max_memory": {"cuda:0": "24GB"}',
+        'max_memory: "cuda:0" is no device; write GPUs by their number ("0"), "cpu" or "disk"',
+    ),
+    ('"max_memory": {"0": 24}', 'max_memory: must be an object of strings, not {"0": 24}'),
+    (
+        '"student_init": {"layers": 3}',
+        'student_init: needs either "from" (a model folder to keep layers of) or "config" (a new architecture)',
+    ),
+    (
+        '"student_init": {"from": "a", "config": "b"}',
+        'student_init: needs either "from" (a model folder to keep layers of) or "config" (a new architecture)',
+    ),
+    (
+        '"student_init": {"from": "a", "layer": 3}',
+        "student_init: 'layer' is not a part of it (parts: from, heads, hidden, intermediate, kv_heads, layers)",
+    ),
+    ('"student_init": {"from": "a", "layers": 0}', "student_init: layers must be a whole number from 1 on, not 0"),
+    ('"student_init": {"from": 3}', "student_init: from must be a path, not 3"),
+    (
+        '"student_init": {"config": {"model_type": "llama"}}',
+        'student_init: a "config" that is an object needs "tokenizer", the folder of one',
+    ),
+    (
+        '"student_init": {"from": "a"}, "student_path": "b"',
+        "student_init: student_path is given as well; set one of them to null",
+    ),
 ]
 
 

@@ -1,6 +1,5 @@
-"""The student: loss on any architecture, export, and new students from a teacher's layers."""
+"""The student: loss on any architecture, export."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from distill.dataloader import pad
 from distill.errors import InputError
 from distill.losses import build_loss
 from distill.models import torch_dtype
-from distill.student import Student, StudentSpec, init_student, kept_layers
+from distill.student import Student, StudentSpec
 from tests.architectures import ARCHITECTURES, VOCAB, make
 from tests.helpers import make_records, make_samples
-from tests.toys import make_model_folder, make_tokenizer
+from tests.toys import make_model_folder
 
 
 def spec_of(folder: Path, precision: str = "fp32", grad_checkpointing: bool = False) -> StudentSpec:
@@ -86,6 +85,11 @@ def test_frozen_parts_stay_and_the_others_learn(student_folder: Path) -> None:
     assert len(student.parameters()) == sum(p.requires_grad for p in student.model.parameters())
 
 
+def test_nothing_left_to_train_is_refused(student_folder: Path) -> None:
+    with pytest.raises(InputError, match="freeze_layers: it leaves nothing of the student to train"):
+        Student(replace(spec_of(student_folder), freeze_layers=("weight",)))
+
+
 def test_a_part_of_no_name_is_refused_with_near_ones(student_folder: Path) -> None:
     with pytest.raises(InputError, match=r"freeze_layers: 'embed_token_' is in no .*did you mean .*embed_tokens"):
         Student(replace(spec_of(student_folder), freeze_layers=("lm_head", "embed_token_")))
@@ -106,41 +110,6 @@ def test_an_export_is_whole_and_gives_equal_logits(student_folder: Path, tmp_pat
     assert loaded.dtype == torch_dtype(precision)
     assert torch.allclose(loaded.float()(ids).logits, student.model(ids).logits, atol=0 if precision == "fp32" else 0.1)
     assert {p.dtype for p in student.parameters()} == {torch.float32}
-
-
-def test_kept_layers_are_spaced_evenly() -> None:
-    assert kept_layers(30, 6) == [0, 6, 12, 17, 23, 29]
-    assert kept_layers(5, 5) == [0, 1, 2, 3, 4]
-    assert kept_layers(7, 2) == [0, 6]
-    assert kept_layers(7, 1) == [0]
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_student_of_all_layers_is_its_teacher_and_fewer_are_chosen(name: str, tmp_path: Path) -> None:
-    teacher = make(name)
-    teacher.save_pretrained(tmp_path / "teacher")
-    make_tokenizer().save_pretrained(tmp_path / "teacher")
-    ids = torch.arange(12)[None]
-    init_student(tmp_path / "teacher", 4, tmp_path / "all")
-    same = AutoModelForCausalLM.from_pretrained(tmp_path / "all")
-    assert torch.allclose(same(ids).logits, teacher(ids).logits, atol=1e-5)
-    init_student(tmp_path / "teacher", 2, tmp_path / "two")
-    small = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    assert small.config.num_hidden_layers == 2
-    assert torch.isfinite(small(ids).logits).all()
-    assert len(json.loads((tmp_path / "two" / "config.json").read_text()).get("layer_types") or [0, 0]) == 2
-
-
-def test_init_student_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    teacher = make_model_folder(tmp_path / "teacher", seed=0, hidden=16, layers=2)
-    with pytest.raises(InputError, match=r"--layers: 3, but .* has 2 layers"):
-        init_student(teacher, 3, tmp_path / "out")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    with pytest.raises(InputError, match="exists; name a new folder"):
-        init_student(teacher, 1, tmp_path / "full")
-    with pytest.raises(InputError, match="no such model folder"):
-        init_student(tmp_path / "absent", 1, tmp_path / "out")
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

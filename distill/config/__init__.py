@@ -6,6 +6,7 @@ from distill.config.reader import JsonError, read_json
 from distill.config.reference import json_schema, keys_by_section, reference_markdown, value_text, write_generated
 from distill.config.root import Config, LoadedConfig, RunOptions, Setting, find_key, resolve, section_model
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
+from distill.config.values import memory_bytes
 
 __all__ = [
     "Cache",
@@ -27,6 +28,7 @@ __all__ = [
     "keys_by_section",
     "load_config",
     "load_with_origins",
+    "memory_bytes",
     "read_json",
     "reference_markdown",
     "resolve",

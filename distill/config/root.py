@@ -16,7 +16,7 @@ from distill.config.keys import STRICT, Decides, Key, Section, section_keys, sho
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
 
-_DATASET_KEYS = ("dataset_path", "validation_dataset_path")
+_HUB_KEYS = ("dataset_path", "validation_dataset_path", "student_path")
 _TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst")
 
 # By pydantic's error type: the bound's name in its context, and our words for it.
@@ -88,6 +88,7 @@ class Config(BaseModel):
                 raise _broken_rule("merge_into", "there are no adapters; set lora_rank")
         elif self.student.freeze_layers:
             raise _broken_rule("freeze_layers", "adapters leave all of the student as it is; choose lora_targets")
+        _check_student_place(self.paths, training)
         if not training.validate_every_n_epochs:
             for key in ("early_stop_patience", "save_best_student"):
                 if getattr(training, key):
@@ -197,8 +198,10 @@ def _with_absolute_paths(config: Config, given: Mapping[str, Setting], folder: P
     def absolute(name: str, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(absolute(name, item) for item in value)
+        if isinstance(value, dict):
+            return {part: absolute(name, item) if isinstance(item, str) else item for part, item in value.items()}
         base = given[name].folder if name in given else folder
-        if name in _DATASET_KEYS and value is not None and _may_be_hub_id(value) and not (base / value).exists():
+        if name in _HUB_KEYS and value is not None and _may_be_hub_id(name, value) and not (base / value).exists():
             return value
         # Path.expanduser raises where there is no home; os.path's leaves the text.
         return value if value is None else os.path.normpath(base / os.path.expanduser(value))  # noqa: PTH111
@@ -207,9 +210,26 @@ def _with_absolute_paths(config: Config, given: Mapping[str, Setting], folder: P
     return config.model_copy(update={"paths": config.paths.model_copy(update=paths)})
 
 
-def _may_be_hub_id(text: str) -> bool:
-    """Whether ``text`` looks like a dataset of the Hugging Face hub, ``owner/name…``, and not like a text file."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.+-]*){1,2}(:\S+)?", text)) and not text.endswith(_TEXT_SUFFIXES)
+def _may_be_hub_id(key: str, text: str) -> bool:
+    """Whether ``text`` looks like something of the Hugging Face hub, ``owner/name…``, and not like a text file."""
+    more = "" if key == "student_path" else r"(/[\w-][\w.+-]*)?(:\S+)?"
+    pattern = rf"[\w-][\w.-]*/[\w-][\w.+-]*{more}"
+    return bool(re.fullmatch(pattern, text)) and not text.endswith(_TEXT_SUFFIXES)
+
+
+def _check_student_place(paths: Paths, training: Training) -> None:
+    """Where the student comes from, and which devices it is on."""
+    if paths.student_init is not None and paths.student_path is not None:
+        raise _broken_rule("student_init", "student_path is given as well; set one of them to null")
+    for key in () if training.multi_gpu else ("max_memory", "num_gpu0_layers"):
+        if getattr(training, key) is not None:
+            raise _broken_rule(key, "needs multi_gpu, which is false")
+    if training.multi_gpu and training.student_device is not None:
+        raise _broken_rule("student_device", "is one device, but multi_gpu uses all; max_memory leaves out single ones")
+    if not training.multi_gpu and training.device_map != "auto":
+        raise _broken_rule("device_map", "needs multi_gpu, which is false")
+    if training.num_gpu0_layers is not None and training.device_map != "custom":
+        raise _broken_rule("num_gpu0_layers", f"belongs to device_map custom, not {training.device_map}")
 
 
 def _broken_rule(key: str, problem: str) -> PydanticCustomError:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from distill.config.keys import MAX_INT, Section, key, show
-from distill.config.reader import BACKSLASH_HINT
+from distill.config.values import memory_by_device, path_text, student_init
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -17,13 +17,6 @@ Tail = Literal["bucket", "renormalise", "drop", "to_target"]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 PROMPT_PARTS = ("SYS_START", "SYS_END", "USER_START", "USER_END", "ASSISTANT_START", "ASSISTANT_END")
-
-
-def _path_text(text: str) -> str:
-    control = next((char for char in text if ord(char) < 32 or ord(char) == 127), None)
-    if control is not None:
-        raise ValueError(f"the path holds the control character {control!a}: {BACKSLASH_HINT}")
-    return text
 
 
 def _device_name(name: str) -> str:
@@ -42,9 +35,11 @@ def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
     return {name: parts[name].replace("\\n", "\n").replace("\\t", "\t") for name in PROMPT_PARTS}
 
 
-PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(_path_text)]
+PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(path_text)]
 PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1)]
 Device = Annotated[str, AfterValidator(_device_name)]
+MemoryByDevice = Annotated[dict[str, str], AfterValidator(memory_by_device)]
+StudentInit = Annotated[dict[str, Any], AfterValidator(student_init)]
 PromptFormat = Annotated[dict[str, str], AfterValidator(_prompt_parts)]
 
 Optimizer = Literal[
@@ -71,7 +66,16 @@ class Paths(Section):
         None, "Validation text; without it a part of the training text is held out.", flag="-vd"
     )
     teacher_models_folder: PathText | None = key(None, "Folder of teacher models, or of just one.", flag="-tm")
-    student_path: PathText | None = key(None, "Folder of the student model.", flag="-s", decides="result")
+    student_path: PathText | None = key(
+        None, "Student model: a folder, or a model id of the hub (owner/name).", flag="-s", decides="result"
+    )
+    student_init: StudentInit | None = key(
+        None,
+        'A new student in place of student_path: {"from": FOLDER, "layers": N} keeps layers of a model (and with'
+        ' "hidden" and "intermediate" a part of its width), {"config": FOLDER or object, "layers": N, "hidden": N,'
+        ' "heads": N, ...} makes an architecture with random weights.',
+        decides="result",
+    )
 
 
 class Cache(Section):
@@ -315,14 +319,20 @@ class Training(Section):
         15.0, "Time between states to resume from; 0 = every step.", unit="minutes"
     )
     num_gpu0_layers: Natural | None = key(
-        None, "Layers on the first GPU with device_map custom.", unit="layers", available=(None,)
+        None, "Layers on the first GPU with device_map custom; null puts as many there as elsewhere.", unit="layers"
     )
-    device_map: str | None = key(None, "How the student is spread over devices.", available=(None,))
-    max_memory: dict[str, str] | None = key(None, 'Most memory to use by device: {"0": "24GB"}.', available=(None,))
-    multi_gpu: bool = key(False, "Train on several GPUs.", available=(False,))
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential", "custom"] = key(
+        "auto", "How multi_gpu shares the layers out: a device map of accelerate, or custom, see num_gpu0_layers."
+    )
+    max_memory: MemoryByDevice | None = key(
+        None,
+        'Most memory multi_gpu uses by device: {"0": "24GB", "cpu": "64GB"}; with cpu, layers that no GPU has room for'
+        " are computed there.",
+    )
+    multi_gpu: bool = key(False, "Spread the student over all GPUs that max_memory leaves to it.")
     save_final_state: bool = key(False, "Keep the optimizer's state after the last step.")
     use_flash_attn_2: bool = key(
-        False, "Attend with FlashAttention 2.", flag="-fa2", decides="layer", available=(False,)
+        False, "Attend with FlashAttention 2, teacher and student; otherwise with sdpa.", flag="-fa2", decides="layer"
     )
     wandb_comment: str | None = key(None, "Log to Weights & Biases, under a name with this comment.", flag="-wdb")
 

@@ -63,20 +63,22 @@ def load_causal_lm(
     folder: Path,
     *,
     dtype: str,
-    device: str,
+    device: str | Mapping[str, int | str],
     trust_remote_code: bool,
     quantised: bool = False,
     quantise: Quantise | None = None,
     max_memory: Mapping[int, int] | None = None,
+    attention: str | None = None,
 ) -> "PreTrainedModel":
     """A causal language model from a local folder, in evaluation mode.
 
-    quantised: whether its weights may be. quantise: pack the linear layers' weights, all but the head's, while loading:
-    LLM.int8 (arXiv 2208.07339), or nf4 with double quantisation (QLoRA, arXiv 2305.14314).
-    max_memory: bytes by GPU index; with more than one GPU in it accelerate
-    spreads the layers over them. Raises InputError if the folder can't be loaded as a causal language model,
-    MachineError if the devices have no room for it.
+    device: one, or where each module goes, GPUs by their index. quantised: whether its weights may be. quantise: pack
+    the linear layers' weights, all but the head's, while loading: LLM.int8 (arXiv 2208.07339), or nf4 with double
+    quantisation (QLoRA, arXiv 2305.14314). max_memory: bytes by GPU index; with more than one GPU in it accelerate
+    spreads the layers over them. attention: one of transformers' kinds; None takes its choice. Raises InputError if the
+    folder can't be loaded as a causal language model, MachineError if the devices have no room for it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -88,7 +90,8 @@ def load_causal_lm(
     quiet_transformers()
     places = _device_map(packing, device, max_memory or {})
     if quantise is not None:
-        places = {"device_map": {"": device}, "quantization_config": _packing(quantise, device)}
+        devices = {"": device} if isinstance(device, str) else dict(device)
+        places = {"device_map": devices, "quantization_config": _packing(quantise, on_cpu=device == "cpu")}
     packed = gguf_file(folder)
     try:
         with nullcontext() if packed is None else redirect_stderr(StringIO()):  # a progress bar nobody can turn off
@@ -99,13 +102,16 @@ def load_causal_lm(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **places,
+                **({} if attention is None else {"attn_implementation": attention}),
                 **({} if packed is None else _unpacking(packed)),
             )
         model, report = loaded
-        model = model.eval() if places else model.to(device).eval()
-    except (*_BAD_FOLDER, MemoryError, SafetensorError) as error:
+        model = model.eval() if places else model.to(str(device)).eval()
+    except (*_BAD_FOLDER, MemoryError, SafetensorError, StrictDataclassError) as error:
         if out_of_memory(error):
-            raise MachineError(f"{folder}: does not fit on {device}; use a smaller model or another device") from error
+            raise MachineError(
+                f"{folder}: does not fit on {_said(device)}; use a smaller model or another device"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{folder}: cannot be loaded as a causal language model: {reason}") from error
     if report["missing_keys"]:
@@ -114,7 +120,11 @@ def load_causal_lm(
     return model  # type: ignore[no-any-return]
 
 
-def _packing(quantise: Quantise, device: str) -> "BitsAndBytesConfig":
+def _said(device: str | Mapping[str, int | str]) -> str:
+    return device if isinstance(device, str) else "the GPUs"
+
+
+def _packing(quantise: Quantise, *, on_cpu: bool) -> "BitsAndBytesConfig":
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -124,7 +134,7 @@ def _packing(quantise: Quantise, device: str) -> "BitsAndBytesConfig":
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+        bnb_4bit_compute_dtype=torch.float32 if on_cpu else torch.bfloat16,
     )
 
 
@@ -136,8 +146,10 @@ def _unpacking(path: Path) -> dict[str, Any]:
     return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
 
 
-def _device_map(packing: str, device: str, max_memory: Mapping[int, int]) -> dict[str, Any]:
+def _device_map(packing: str, device: str | Mapping[str, int | str], max_memory: Mapping[int, int]) -> dict[str, Any]:
     """What transformers has to be told of devices: nothing for a model that is loaded whole and then moved."""
+    if not isinstance(device, str):
+        return {"device_map": dict(device)}
     if len(max_memory) > 1:
         return {"device_map": "auto", "max_memory": dict(max_memory)}
     if packing in ("none", "gguf"):
@@ -167,11 +179,14 @@ def saved_folder(path: Path) -> Iterator[Path]:
 
 
 def quiet_transformers() -> None:
-    """No progress bars and no notes from transformers and bitsandbytes: what a user has to know is said by us."""
+    """No progress bars and no notes from transformers and its libraries: what a user has to know is said by us."""
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
     set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for library in ("accelerate", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     # It says so for every layer and every step.
     warnings.filterwarnings("ignore", message="MatMul8bitLt: inputs will be cast")
+    # What peft asks of transformers.
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
