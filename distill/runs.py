@@ -144,13 +144,13 @@ def new_run(config: Config, identity: dict[str, str]) -> Run:
 
 def _reserve(path: Path, owner: str) -> bool:
     """Whether the name is ``owner``'s now; it stays so if a kill or an error came before its run was recorded."""
-    line = f"{owner}\n"  # so that no whole one is the beginning of another
+    line = f"{owner}\n".encode()  # its end, so that no whole one is the beginning of another
     with os_errors("reserve the student's name", path):
         try:
-            with path.open("x", encoding="utf-8") as file:
+            with path.open("xb", buffering=0) as file:  # a buffer writes what failed again when it is closed
                 file.write(line)
         except FileExistsError:
-            return line.startswith(path.read_text(encoding="utf-8"))  # a full disk may have cut it
+            return line.startswith(path.read_bytes())  # a full disk may have cut it
     return True
 
 
