@@ -1,6 +1,7 @@
 # make demo   install what a run needs into .venv and run the embedded demo
 # make check  install what the tests need as well; style, types and tests
 # make slow   the longer proofs
+# make docs   regenerate the configuration reference and config.schema.json
 
 PYTHON ?= python3
 VENV ?= .venv
