@@ -21,6 +21,7 @@ from torch import Tensor
 import distill.dataloader
 import distill.progress
 import distill.train
+from distill.adapters import AdapterSpec
 from distill.cache import Layer, build_shard
 from distill.collate import TokenBatch, collate
 from distill.config import Config, Training
@@ -77,13 +78,20 @@ class Bench:
         """The steps of that."""
         return plan_steps(self.config(**changes), self.data.samples, seed=0)
 
-    def train(self, name: str = "toy", until: int | None = None, fp16: bool = False, **changes: object) -> TrainReport:
+    def train(
+        self,
+        name: str = "toy",
+        until: int | None = None,
+        fp16: bool = False,
+        adapters: AdapterSpec | None = None,
+        **changes: object,
+    ) -> TrainReport:
         """One training of two epochs of two steps. ``fp16`` has the gradient scaled, of fp32 weights."""
         config = self.config(**changes)
         precision = config.training_precision
         if fp16:
             config = config.model_copy(update={"training_precision": "fp16"})
-        spec = StudentSpec(self.student, precision, "cpu", VOCAB, grad_checkpointing=False, trust_remote_code=False)
+        spec = StudentSpec(self.student, precision, "cpu", VOCAB, False, False, adapters=adapters)
         paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name)
         plan = self.plan(**changes)
         trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, plan=plan, paths=paths)
@@ -315,34 +323,44 @@ def test_a_kill_at_any_step_costs_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "4bit"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_sigkill_at_random_instants(bench: Bench, optimizer: str) -> None:
-    """Inside steps, saves, exports and swaps alike: the student and the best one are those of an unharmed run."""
+def test_fifty_kills_at_random_instants(bench: Bench, optimizer: str, precision: str) -> None:
+    """Inside steps, saves, exports and swaps alike: losses, rates and every student are those of an unharmed run."""
     keys: dict[str, object] = {
         "optimizer": optimizer, "num_epochs": 10, "num_warmup_steps": 4, "save_state_every_minutes": 0,
         "save_best_student": True, "save_student_every_n_epochs": 0.5, "keep_students": 2,
+        "training_precision": precision,
     }  # fmt: skip
+    adapters = None
+    if precision == "4bit":  # large enough for states of 8 bit, and with dropout
+        bench.student = make_model_folder(bench.folder / "wide", seed=3, hidden=64, layers=1)
+        adapters = AdapterSpec(rank=64, alpha=8.0, targets=(), dropout=0.1, seed=1, merge_into="dequantised")
     began = time.monotonic()
-    bench.train("whole", **keys)
+    bench.train("whole", adapters=adapters, **keys)
     duration, expected = time.monotonic() - began, bench.records("train")
-    chooser, kills = random.Random(7), 0
-    forked = multiprocessing.get_context("fork")
-    while True:
-        child = forked.Process(target=bench.train, args=("cut",), kwargs=keys)
-        child.start()
-        if kills < 8:
-            child.join(chooser.uniform(0.03, 0.3) * duration)
-            if child.is_alive():
-                child.kill()
-        child.join(60)
-        if child.exitcode == 0:
-            break
-        assert child.exitcode == -signal.SIGKILL
-        kills += 1
-    assert kills >= 3 and bench.records("train") == expected
-    for export in ("final", "best", "step_18", "step_19"):
-        assert bench.weights(f"cut_{export}") == bench.weights(f"whole_{export}")
-    assert len([name for name in bench.exports() if name.startswith("cut") and not name.endswith(".tmp")]) == 4
+    validations = bench.records("validation")
+    chooser, kills, forked = random.Random(7), 0, multiprocessing.get_context("fork")
+    while kills < 50:
+        start, name = kills, f"cut{kills}"
+        while True:
+            child = forked.Process(target=bench.train, args=(name,), kwargs={"adapters": adapters, **keys})
+            child.start()
+            if kills < start + 10:
+                child.join(chooser.uniform(0.03, 0.4) * duration)
+                if child.is_alive():
+                    child.kill()
+            child.join(120)
+            if child.exitcode == 0:
+                break
+            assert child.exitcode == -signal.SIGKILL
+            kills += 1
+        assert kills > start
+        assert bench.records("train") == expected and bench.records("validation") == validations
+        for export in ("final", "best", "step_18", "step_19"):
+            assert bench.weights(f"{name}_{export}") == bench.weights(f"whole_{export}")
+        names = [path for path in bench.exports() if path.startswith(f"{name}_") and not path.endswith(".tmp")]
+        assert len(names) == 4
 
 
 def test_a20_a_resumed_epoch_has_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
