@@ -214,7 +214,7 @@ def test_splits_of_a_step_give_the_same_gradient() -> None:
         torch.testing.assert_close(hidden.grad, reference[1], rtol=1e-5, atol=1e-7)
 
 
-def test_the_mean_is_over_targets_not_over_micro_batches() -> None:
+def test_a10_the_mean_is_over_targets_not_over_micro_batches() -> None:
     """Report A10: 2 targets at KL 0.5 and 6 at KL 2.0 are 1.625."""
     hidden, head, targets = make_hidden(), make_head(), make_targets(N, V, 5)
     total = 0.0

@@ -537,9 +537,11 @@ def test_no_name_no_tracker(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb isn't installed")
-def test_the_real_wandb_offline(
+def test_a23_the_real_wandb_stays_offline_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Report A23: no network, no key and a closed stdin; the log is local and the run unharmed."""
+    monkeypatch.setattr("sys.stdin", None)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

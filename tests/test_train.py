@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import distill.dataloader
@@ -406,6 +407,29 @@ def test_a11_the_last_window_is_weighted_by_its_own_targets(bench: Bench) -> Non
     norm = torch.stack([p.grad.norm() for p in student.parameters() if p.grad is not None]).norm()
     assert records[2]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert records[2]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(1, 8), (2, 4), (8, 1)])
+@pytest.mark.parametrize("readers", [0, 1, 4])
+def test_the_gradient_is_the_steps_own(bench: Bench, batch_size: int, accumulate: int, readers: int) -> None:
+    """Of the same 8 and then 2 samples: however they are cut and padded, and whoever reads them."""
+    lengths = [len(sample.token_ids) for sample in bench.data.samples]
+    assert len(set(lengths[:8])) > 1, "padding, where samples share a batch"
+    # At this rate the weights of a student are its gradient, but for the digits that a difference loses.
+    keys: dict[str, object] = {
+        "optimizer": "sgd", "lr": 64.0, "lr_scheduler": "constant", "max_grad_norm": 0.0, "num_epochs": 1,
+        "validate_every_n_epochs": 0, "save_student_every_n_epochs": 0.5, "data_order": "native",
+    }  # fmt: skip
+    start = load_file(bench.student / "model.safetensors")
+    bench.train("one", batch_size=8, grad_accum_batches=1, loader_workers=0, max_steps=1, **keys)
+    expected = load_file(bench.folder / "trained" / "one_final" / "model.safetensors")
+    bench.train("cut", batch_size=batch_size, grad_accum_batches=accumulate, loader_workers=readers, **keys)
+    assert bench.records("train")[1]["targets"] == len(bench.data.batch([8, 9]).targets), "a window that isn't full"
+    weights = load_file(bench.folder / "trained" / "cut_step_1" / "model.safetensors")
+    for name, before in start.items():
+        gradient, other = ((before - after[name]) / 64 for after in (expected, weights))
+        assert gradient.abs().max() > 1e-4
+        torch.testing.assert_close(other, gradient, rtol=1e-6, atol=1e-6)
 
 
 def test_a21_a_changed_total_is_refused(bench: Bench) -> None:
