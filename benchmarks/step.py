@@ -15,6 +15,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,19 +25,38 @@ from distill.fused import fused_loss
 from distill.head import find_head, hidden_states
 from distill.losses import SparseTargets, build_loss
 
-VOCAB, HIDDEN, BATCH, LENGTH, K = 49_152, 576, 2, 512, 64
+K = 64
 VARIANTS = ("body", "ce", "kl", "kl, half the targets")
 
 
-def make_steps() -> dict[str, Callable[[], None]]:
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama and a batch for it, and how they are run: in fp32, or in bf16 by autocast."""
+
+    vocab_size: int = 49_152
+    hidden: int = 576
+    intermediate: int = 1536
+    layers: int = 6
+    heads: int = 9
+    kv_heads: int = 3
+    batch: int = 2
+    length: int = 512
+    device: str = "cpu"
+    attention: str = "sdpa"
+    bf16: bool = False
+
+
+def make_steps(shape: Shape) -> dict[str, Callable[[], None]]:
     """Each variant as a function that does one forward and backward pass."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True,
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=True, attn_implementation=shape.attention,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    token_ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    device = torch.device(shape.device)
+    model = LlamaForCausalLM(config).to(device)
+    token_ids = torch.randint(shape.vocab_size, (shape.batch, shape.length), device=device)
     kl = build_loss("kl")
 
     def body() -> None:
@@ -47,13 +67,13 @@ def make_steps() -> dict[str, Callable[[], None]]:
 
     def distill(rows: torch.Tensor, targets: SparseTargets) -> None:
         hidden = hidden_states(model, token_ids).flatten(0, 1)[rows]
-        fused_loss(hidden, find_head(model, VOCAB), targets, kl, scale=1 / len(targets)).backward()
+        fused_loss(hidden, find_head(model, shape.vocab_size), targets, kl, scale=1 / len(targets)).backward()
 
     def with_targets(every: int) -> Callable[[], None]:
-        rows = torch.arange(0, BATCH * LENGTH, every)
-        ids = torch.stack([torch.randperm(VOCAB)[:K] for _ in rows])
+        rows = torch.arange(0, shape.batch * shape.length, every, device=device)
+        ids = torch.stack([torch.randperm(shape.vocab_size)[:K] for _ in rows])
         logprobs = torch.randn(len(rows), K + 1).sort(1, descending=True).values.log_softmax(1)
-        targets = SparseTargets(ids[:, 0], ids, logprobs[:, :K].contiguous(), logprobs[:, K])
+        targets = SparseTargets(ids[:, 0], ids, logprobs[:, :K].contiguous(), logprobs[:, K]).to(shape.device)
         return lambda: distill(rows, targets)
 
     steps = dict(zip(VARIANTS, (body, ce, with_targets(1), with_targets(2)), strict=True))
@@ -61,7 +81,8 @@ def make_steps() -> dict[str, Callable[[], None]]:
     def clean(step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             model.zero_grad(set_to_none=True)
-            step()
+            with torch.autocast(device.type, torch.bfloat16, enabled=shape.bf16):
+                step()
 
         return run
 
@@ -71,7 +92,7 @@ def make_steps() -> dict[str, Callable[[], None]]:
 def peak_memory(name: str, threads: int) -> int:
     """Peak resident bytes of this process after two steps of one variant."""
     torch.set_num_threads(threads)
-    step = make_steps()[name]
+    step = make_steps(Shape())[name]
     step()
     step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -83,7 +104,7 @@ def measure(rounds: int, threads: int) -> dict[str, dict[str, float]]:
         tasks = [(name, threads) for name in VARIANTS]
         peaks = dict(zip(VARIANTS, pool.starmap(peak_memory, tasks, chunksize=1), strict=True))
     torch.set_num_threads(threads)
-    steps = make_steps()
+    steps = make_steps(Shape())
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for number in range(rounds + 1):
         for name, step in steps.items():
