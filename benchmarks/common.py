@@ -26,14 +26,14 @@ def latest_summary(cache: Path) -> dict[str, Any]:
     return json.loads((cache / "runs" / "latest" / "summary.json").read_text())  # type: ignore[no-any-return]
 
 
-def llama(vocab_size: int) -> "LlamaForCausalLM":
-    """A Llama of SmolLM2's shape with 6 layers and random weights."""
+def llama(vocab_size: int, layers: int = 6) -> "LlamaForCausalLM":
+    """A Llama of SmolLM2's shape and random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9,
+        vocab_size=vocab_size, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
     return LlamaForCausalLM(config)
