@@ -1,6 +1,6 @@
 """Distillation against training on the text alone, at equal steps: a real teacher, a student of a few of its layers.
 
-    python -m benchmarks.kd --teacher DIR --work DIR [--seeds 0 1] [--layers 6] TEXT [TEXT ...]
+    python -m benchmarks.kd --teacher DIR --work DIR [--seeds 0 1] [--layers 6] [--threads N] TEXT [TEXT ...]
 
 The first samples of each file, 300 kB in all, are trained on for two epochs in packed rows of about 1,024
 tokens, each token a target; the next 40 kB are held out. Both arms differ in ``loss`` alone and share one cache of
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for everything that is made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, help="of the teacher; OMP_NUM_THREADS are those of the student")
     parser.add_argument("texts", type=Path, nargs="+")
     options = parser.parse_args()
     work: Path = options.work.resolve()
@@ -82,7 +83,7 @@ def main() -> None:
     teacher, student = options.teacher.resolve(), work / "student"
     if not student.exists():
         distill("init-student", "--from", str(teacher), "--layers", str(options.layers), "--out", str(student))
-    keys = settings(teacher, work)
+    keys = settings(teacher, work) | {"threads_per_worker": options.threads}
     results = {arm: [measure(keys, work, arm, seed) for seed in options.seeds] for arm in ARMS}
     names = ("ce", "kl", "ece", "top1_agreement", "acceptance")
     rows = [(arm, *(statistics.mean(run[name] for run in runs) for name in names)) for arm, runs in results.items()]
