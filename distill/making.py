@@ -29,7 +29,7 @@ from distill.models import (
     weight_files,
     weights_digest,
 )
-from distill.tokenizer import load_tokenizer
+from distill.tokenizer import load_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -160,7 +160,7 @@ def _make_random(init: Mapping[str, Any], folder: Path, sizes: Mapping[str, int]
         raise InputError(f"student_init: no such model can be made: {' '.join(str(error).split())[:300]}") from error
     with saved_folder(folder) as temporary:
         model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
 
 
 def _resized(config: "PretrainedConfig", sizes: Mapping[str, int]) -> "PretrainedConfig":
@@ -233,7 +233,7 @@ def keep_part(source: Path, folder: Path, sizes: Mapping[str, int], *, said: str
     smaller.load_state_dict(_narrowed(weights, smaller, model, said) if narrower else weights)
     with saved_folder(folder) as temporary:
         smaller.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
 
 
 def _check_sizes(config: "PretrainedConfig", sizes: Mapping[str, int], said: str, source: Path) -> None:

@@ -33,7 +33,7 @@ from distill.models import (
     torch_dtype,
 )
 from distill.placement import Spread
-from distill.tokenizer import load_tokenizer
+from distill.tokenizer import load_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -162,7 +162,7 @@ class Student:
                 _save_model(self.model, temporary, self.spec.precision)
             else:
                 self._save_adapted(self._adapters, temporary)
-            tokenizer.save_pretrained(temporary)
+            save_tokenizer(tokenizer, temporary)
 
     def _save_adapted(self, adapters: Adapters, folder: Path) -> None:
         adapters.save(folder / "adapter")

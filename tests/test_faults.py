@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distill.cache import Admissions
 from distill.files import BLOCK, disk_bytes
+from distill.tokenizer import load_tokenizer, save_tokenizer
 from distill.workers import WorkerPool
 from tests.conftest import WORDS
 from tests.faults import (
@@ -340,3 +341,11 @@ def test_a19_a_cap_below_one_sample_names_one_that_works(
         enough = re.search(r"error: max_cache_size_gb: .* set it to ([\d.]+)", line)
         assert enough, line
         distill(config, verb, "-maxgb", enough[1])
+
+
+def test_a_disk_that_a_tokenizer_fills(tmp_path: Path, student_folder: Path) -> None:
+    """The library that writes it has an error of its own for that."""
+    tokenizer = load_tokenizer(student_folder, trust_remote_code=False)
+    with small_disk(tmp_path / "small", 2 * BLOCK), pytest.raises(OSError, match="No space left") as raised:
+        save_tokenizer(tokenizer, tmp_path / "small")
+    assert raised.value.errno == FULL

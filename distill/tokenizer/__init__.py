@@ -10,6 +10,7 @@ from distill.tokenizer.compat import (
     is_completion_model,
     load_tokenizer,
     real_vocab_size,
+    save_tokenizer,
     token_map,
     token_map_digest,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "load_tokenizer",
     "real_vocab_size",
     "resolve_template",
+    "save_tokenizer",
     "token_map",
     "token_map_digest",
     "tokenize_dataset",

@@ -5,6 +5,8 @@ ids above the crop, and heads that are wider than the tokenizer may differ: they
 """
 
 import hashlib
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,18 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenize
         raise InputError(f"{folder}: its tokenizer has no offsets; save it as a fast one (tokenizer.json)")
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write the tokenizer's files into an existing folder; OSError for whatever the disk says."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library has no class for it, and tells of it in Rust's words.
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        if type(error) is not Exception or told is None:
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1]))) from error
 
 
 def token_map(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
