@@ -223,5 +223,7 @@ def _check_disk(folder: Path, size: int) -> None:
 
 
 def default_threads(workers: int) -> int:
-    """Threads a worker gets when nothing is said: an equal share of the processors."""
-    return max(1, (os.cpu_count() or 1) // workers)
+    """Threads a worker gets when nothing is said: its share of the processors, and not more than OMP_NUM_THREADS."""
+    share = max(1, (os.cpu_count() or 1) // workers)
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(said)) if said.isdecimal() and int(said) else share

@@ -1,17 +1,18 @@
 """Tiny models and texts for the tests that run whole stages."""
 
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
-
-# Tests share the machine with each other; many small products gain nothing from threads.
 import torch
 
 from tests.toys import make_model_folder
 
+# Tests share the machine with each other; many small products gain nothing from threads. The second is for processes.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 WORDS = [
     *"aeiou",

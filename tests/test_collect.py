@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.cache import build_shard
-from distill.collect import Budget, plan_bytes, plan_shards
+from distill.collect import Budget, default_threads, plan_bytes, plan_shards
 from distill.errors import InputError
 from tests.helpers import VOCAB, make_records, make_samples, make_spec
 
@@ -58,3 +58,13 @@ def test_a_budget_counts_a_shard_once_and_refuses_beyond_the_cap() -> None:
     assert budget.left == 0
     budget.give_back(5)
     assert budget.try_take(here, "d", 5)
+
+
+@pytest.mark.parametrize(("said", "threads"), [(None, 4), ("", 4), ("2", 2), ("16", 4), ("0", 4), ("4,2", 4)])
+def test_threads_are_a_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, said: str | None, threads: int) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    if said is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert default_threads(2) == threads

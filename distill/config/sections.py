@@ -179,7 +179,9 @@ class Collection(Section):
     seq_chunk_len: Count | None = key(
         None, "Tokens that the teacher reads of a sample at a time; null reads it whole.", unit="tokens"
     )
-    threads_per_worker: Count | None = key(None, "CPU threads of a worker; null shares the cores out.", unit="threads")
+    threads_per_worker: Count | None = key(
+        None, "CPU threads of a worker; null shares the cores out, at most OMP_NUM_THREADS each.", unit="threads"
+    )
     collect_tokens_per_batch: Count = key(4096, "Size of a teacher batch, padding included.", unit="tokens")
 
 
