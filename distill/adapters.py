@@ -55,7 +55,7 @@ class Adapters:
             target_modules=_target_names(model, spec.targets),
             lora_dropout=spec.dropout,
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(spec.seed)
             self._wrapped: PeftModel = get_peft_model(model, config)
         self.merge_into = spec.merge_into

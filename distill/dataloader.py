@@ -5,6 +5,7 @@ goes by in inflating and in arithmetic on large arrays, outside the interpreter'
 be copied. Where several teachers have scored a sample, their records are merged when read.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -112,8 +113,9 @@ class CachedSamples:
         entries = sum(teacher.source.spec.top_k for teacher in self.teachers)
         return sum(len(self.samples[row].targets) for row in rows) * entries * _ENTRY_BYTES
 
-    def entropy_quantile(self, quantile: float) -> float:
-        """That quantile of the teacher's entropies, in nats, over all targets.
+    def entropy_quantile(self, quantile: float) -> tuple[float, float]:
+        """That quantile of the teacher's entropies, in nats, over all targets, and the share of those equal to it that
+        makes it up with those below: a cache stores entropies in steps, so many may be equal.
 
         Reads all records once. InputError if no entropy is known, as of several teachers.
         """
@@ -124,7 +126,9 @@ class CachedSamples:
                 "ce_below_entropy_quantile: the cache doesn't know the teacher's entropies (several teachers, or an"
                 " imported cache); leave it at 0"
             )
-        return float(np.quantile(known, quantile))
+        wanted = quantile * len(known)
+        entropy = np.sort(known)[max(0, math.ceil(wanted) - 1)]
+        return float(entropy), float((wanted - np.sum(known < entropy)) / np.sum(known == entropy))
 
     def _records(self, samples: Sequence[TokenizedSample]) -> Records:
         """Read and merged for each set of teachers at once, then put back in the samples' order."""

@@ -77,6 +77,8 @@ def batch_metrics(statistics: StudentStatistics, targets: SparseTargets, label_l
     label_logprobs: float32 [N], the teacher's of the real tokens; NaN where it isn't known. acceptance: the sum of
     min(t, p) over the outcomes, 1 - TVD, which is the rate at which speculative decoding accepts the student's tokens.
     """
+    # float64 isn't to be had on every device; there is little of it.
+    statistics, targets, label_logprobs = statistics.to("cpu"), targets.to("cpu"), label_logprobs.cpu()
     scores = statistics.scores
     teacher, student = outcome_logprobs(scores, targets)
     known = ~label_logprobs.isnan()

@@ -202,13 +202,13 @@ def _statistics(z: Tensor, targets: SparseTargets) -> StudentStatistics:
     return StudentStatistics(scores, argmax_ids, top - student_lse(scores, targets))
 
 
-def _differentiate(z: Tensor, targets: SparseTargets, loss_fn: LossFunction) -> Tensor:
-    """The losses [n] of a chunk's logits [n, V], which become the gradient of their sum."""
+def _differentiate(z: Tensor, targets: SparseTargets, loss_fn: LossFunction, scale: float) -> Tensor:
+    """The losses [n] of a chunk's logits [n, V], which become the gradient of ``scale`` times their sum."""
     scores, mass = _take(z, targets)
     leaves = [part.requires_grad_() for part in (scores.kept_logits, scores.rest_lse, scores.label_logits)]
     with torch.enable_grad():
         losses = loss_fn(scores, targets)
-        total = losses.sum()
+        total = losses.sum() * scale
     kept, rest, label = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     z.mul_(torch.where(mass > 0, rest / mass, 0.0)[:, None])
     z.scatter_add_(1, targets.kept_ids, kept).scatter_add_(1, targets.labels[:, None], label[:, None])
@@ -216,7 +216,7 @@ def _differentiate(z: Tensor, targets: SparseTargets, loss_fn: LossFunction) -> 
 
 
 class _Gradients:
-    """The gradients of the sum of losses with respect to what the head reads, float32; None where not needed."""
+    """The gradients of the scaled sum of losses with respect to what the head reads, float32; None where not needed."""
 
     def __init__(self, projection: _Projection, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> None:
         self.projection = projection
@@ -253,7 +253,10 @@ class _Work:
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Makes the gradients of the unscaled sum in forward; backward multiplies them by scale and grad_output."""
+    """Makes the gradients in forward; backward multiplies them by grad_output.
+
+    The scale is in them before the products, so that a loss scale keeps those of float16 from vanishing or overflowing.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
@@ -269,9 +272,9 @@ class _FusedLoss(torch.autograd.Function):
                     losses[rows] = work.loss_fn(_take(z, targets)[0], targets)
                     continue
                 slope = projection.slope(z)
-                losses[rows] = _differentiate(z, targets, work.loss_fn)
+                losses[rows] = _differentiate(z, targets, work.loss_fn, work.scale)
                 gradients.add(rows, inputs, z if slope is None else z.mul_(slope))
-        ctx.gradients, ctx.scale = gradients, work.scale
+        ctx.gradients = gradients
         ctx.like = [None if part is None else part.new_empty(0) for part in (hidden, weight, bias)]
         return losses.sum() * work.scale
 
@@ -281,9 +284,8 @@ class _FusedLoss(torch.autograd.Function):
         """Uses the stored gradients up."""
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "a fused loss can be backpropagated once"
-        factor = grad_output * ctx.scale
         parts = zip((gradients.hidden, gradients.weight, gradients.bias), ctx.like, strict=True)
-        return (*(None if part is None else part.mul_(factor).to(like) for part, like in parts), None)
+        return (*(None if part is None else part.mul_(grad_output).to(like) for part, like in parts), None)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -199,7 +199,11 @@ def packs(model: PreTrainedModel, token_ids: Tensor) -> bool:
     try:
         separate = own_logits(model, alone)
         together = own_logits(model, torch.stack([token_ids[0], other]), position_ids=positions.expand(2, -1)).float()
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, RuntimeError):
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError):
+        return False
+    except torch.OutOfMemoryError:
+        raise  # it says nothing of the model
+    except RuntimeError:  # shapes that don't fit
         return False
     finally:
         model.train(was_training)
@@ -226,14 +230,17 @@ def verified_head(model: PreTrainedModel, vocab_size: int, token_ids: Tensor) ->
     """The model's head, or None where the model makes its logits in a way that :class:`Head` can't describe.
 
     token_ids: int64 [B, L], a short batch without padding to compare on. Rounding may make a difference of 1e-4 of the
-    largest logit, or of four units in its last place where the weight's dtype is coarser than that.
+    largest logit, or of four units in its last place where the dtype that is computed in is coarser than that.
     """
     weight = getattr(_output_layer(model), "weight", None)
     if _body(model) is model or weight is None or weight.dim() != 2 or not weight.is_floating_point():
         return None  # no head, no body, or a quantised head, whose numbers are packed
     head = find_head(model, vocab_size)
     error, largest = _compare(model, head, token_ids)
-    return head if error <= max(1e-4, 4 * torch.finfo(head.weight.dtype).eps) * largest else None
+    device, dtype = head.weight.device.type, head.weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return head if error <= max(1e-4, 4 * torch.finfo(dtype).eps) * largest else None
 
 
 @torch.no_grad()
@@ -249,6 +256,7 @@ def _compare(model: PreTrainedModel, head: Head, token_ids: Tensor) -> tuple[flo
     largest = own.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     if hidden.shape[-1] != head.weight.shape[1] or own.shape[-1] != head.vocab_size:
         return float("inf"), largest
-    ours = head.logits(hidden.flatten(0, 1)).view_as(own)
+    # A spread model's own logits are where its inputs are.
+    ours = head.logits(hidden.flatten(0, 1)).to(own.device).view_as(own)
     same = (own == ours) | (own.isnan() & ours.isnan())
     return (own - ours).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0).max().item(), largest

@@ -222,12 +222,14 @@ def build_loss(
     tail: Tail = "bucket",
     parameters: LossParameters | None = None,
     ce_below_entropy: float | None = None,
+    ce_at_entropy: float = 0.0,
 ) -> LossFunction:
     """The loss of a name in :data:`LOSSES`, or the sum of several by their weights, float32 [N].
 
     ``targets.weights`` multiply it. Targets of a teacher's entropy below ``ce_below_entropy`` (nats) learn the real
     token instead, ce alone: where the teacher is sure, the text teaches copying better (arXiv 2509.01649); where its
-    entropy is unknown it isn't below. ``tail`` must go with all names (``tails_of``).
+    entropy is unknown it isn't below. Those of just this entropy do so with a weight of ``ce_at_entropy``. ``tail``
+    must go with all names (``tails_of``).
     """
     weights = {loss: 1.0} if isinstance(loss, str) else dict(loss)
     assert all(tail in tails_of(name) for name in weights), "a loss without this tail"
@@ -239,7 +241,9 @@ def build_loss(
         value = sum((weight * term(scores, targets) for weight, term in terms), torch.zeros(()))
         if ce_below_entropy is not None:
             assert targets.entropies is not None, "targets without entropies"
-            value = torch.where(targets.entropies < ce_below_entropy, ce(scores, targets), value)
+            text = ce(scores, targets)
+            value = torch.where(targets.entropies == ce_below_entropy, value.lerp(text, ce_at_entropy), value)
+            value = torch.where(targets.entropies < ce_below_entropy, text, value)
         return value if targets.weights is None else value * targets.weights
 
     return total

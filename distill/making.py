@@ -152,7 +152,7 @@ def _make_random(init: Mapping[str, Any], folder: Path, sizes: Mapping[str, int]
         described = dict(wanted)
         config = AutoConfig.for_model(described.pop("model_type", ""), **described)
         config = _resized(config, sizes)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.eval()(torch.arange(4)[None] % config.vocab_size)  # sizes that don't fit together fail here
@@ -212,6 +212,7 @@ def keep_part(source: Path, folder: Path, sizes: Mapping[str, int], *, said: str
     halves of a feed-forward block those with the largest outgoing weights; heads stay as they are. InputError that
     begins with ``said`` or the source for what can't be had.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
@@ -228,7 +229,10 @@ def keep_part(source: Path, folder: Path, sizes: Mapping[str, int], *, said: str
     changed |= {_own_name(config, _SIZES[name], said): sizes[name] for name in narrower}
     if narrower and getattr(config, "num_attention_heads", None):
         changed["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    smaller = AutoModelForCausalLM.from_config(type(config).from_dict(changed), dtype=torch_dtype(dtype))
+    try:
+        smaller = AutoModelForCausalLM.from_config(type(config).from_dict(changed), dtype=torch_dtype(dtype))
+    except (*_BAD_DESCRIPTION, StrictDataclassError) as error:
+        raise InputError(f"{said}: no such part can be made: {' '.join(str(error).split())[:300]}") from error
     weights = _kept_weights(model, layer_stack(model, source), layers)
     smaller.load_state_dict(_narrowed(weights, smaller, model, said) if narrower else weights)
     with saved_folder(folder) as temporary:

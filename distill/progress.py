@@ -73,7 +73,8 @@ class Progress:
     """Everything that grows during a training and survives a kill; ``step`` counts finished optimizer steps.
 
     ``best_kl`` is the lowest validation KL after any step, that of ``best_step``, and ``stale`` the number of
-    validations since. ``ce_below_entropy`` in nats: targets whose teacher is surer than that learn the text alone.
+    validations since. ``ce_below_entropy`` in nats: targets whose teacher is surer than that learn the text alone,
+    those of just that entropy with a weight of ``ce_at_entropy``.
     """
 
     step: int = 0
@@ -86,6 +87,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0
     ce_below_entropy: float | None = None
+    ce_at_entropy: float = 0.0
 
     def validated(self, kl: float) -> None:
         """Take the KL of the validation after ``step``."""

@@ -82,10 +82,13 @@ class Student:
         assert spec.adapters or not spec.quantise, "packed weights can't learn"
         _freeze(self.model, spec.freeze_layers)
         self._adapters = None if spec.adapters is None else Adapters(self.model, spec.adapters)
-        probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
-        self._known_head = verified_head(self.model, spec.vocab_size, probe) is not None
+        probe = torch.arange(16, device=spec.device)[None] % spec.vocab_size
+        # FlashAttention takes half precision alone; without it fp32 tells more.
+        with nullcontext() if spec.attention is None else self._autocast():
+            self._known_head = verified_head(self.model, spec.vocab_size, probe[:, :8]) is not None
+            unpackable = spec.packing and not packs(self.model, probe)
         self.note = None if self._known_head else f"{spec.folder.name}: {UNKNOWN_HEAD}"
-        if spec.packing and not packs(self.model, torch.arange(16, device=spec.device)[None] % spec.vocab_size):
+        if unpackable:
             raise InputError(
                 f"packing: {spec.folder.name} ({type(self.model).__name__}) doesn't keep samples in one row apart; set"
                 " it to false"
@@ -244,7 +247,12 @@ def _name_parts(names: Iterable[str]) -> set[str]:
 
 def _save_model(model: "PreTrainedModel", folder: Path, dtype: str) -> None:
     kind = torch_dtype(dtype)
-    weights = {name: t.to(kind) if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    # Tied weights are one tensor, and have to stay one: transformers writes those that share memory once.
+    cast: dict[tuple[int, torch.Size], Tensor] = {}
+    weights = {
+        name: cast.setdefault((t.data_ptr(), t.shape), t.to(kind)) if t.is_floating_point() else t
+        for name, t in model.state_dict().items()
+    }
     model.save_pretrained(folder, state_dict=weights)
     # transformers writes the type of the live weights; the file has another.
     path = folder / "config.json"

@@ -106,12 +106,12 @@ class Trainer:
             self._paths.export_best(student)  # a kill may have come between the state and this
         self._loss, self._weighing = self._build_loss()
         student.model.train()
-        last_save = time.monotonic()
+        last_save = began = time.monotonic()
         first, last = progress.step + 1, progress.step if self._done() else min(total, until or total)
         with stop_signal() as stop, console.progress("training", total, "steps", done=progress.step) as bar:
             readers = self._config.loader_workers
             for step in load_steps(self._data, self._plan, first=first, last=last, readers=readers):
-                metrics = self._train_step(step)
+                metrics = self._train_step(step, began)
                 bar.advance(1, f"loss {metrics['loss']:.4f} lr {metrics['lr']:.2e}")
                 self._log("train", metrics, run_folder, tracker)
                 if self._due(self._config.validate_every_n_epochs) or progress.step == total:
@@ -128,6 +128,7 @@ class Trainer:
                     break
                 if stopping:
                     raise Interrupted(f"stopped at step {progress.step} of {total}; the state is saved")
+                began = time.monotonic()
         if not self._done():
             self._save(run_folder)
             return self._report(resumed)
@@ -143,7 +144,8 @@ class Trainer:
         """What is minimised. The entropy below which the text alone is learned is found once, and then saved."""
         config, progress = self._config, self._progress
         if config.ce_below_entropy_quantile and progress.ce_below_entropy is None:
-            progress.ce_below_entropy = self._data.entropy_quantile(config.ce_below_entropy_quantile)
+            quantile = self._data.entropy_quantile(config.ce_below_entropy_quantile)
+            progress.ce_below_entropy, progress.ce_at_entropy = quantile
         named = {config.loss: 1.0} if isinstance(config.loss, str) else config.loss
         mix: dict[str, float] = dict(named.items())
         if config.ce_weight:
@@ -155,21 +157,22 @@ class Trainer:
             tail=config.tail,
             parameters=parameters,
             ce_below_entropy=progress.ce_below_entropy,
+            ce_at_entropy=progress.ce_at_entropy,
         )
         by = build_loss("kl", temperature=config.temperature, tail=config.tail)
         return loss, Weighing(by, config.alpha) if config.alpha else None
 
-    def _train_step(self, step: OptimizerStep) -> dict[str, float]:
+    def _train_step(self, step: OptimizerStep, began: float) -> dict[str, float]:
         """One optimizer step: the mean loss over all targets of all its micro-batches.
 
-        In fp16 a step whose gradient overflows is left out, and the next ones are scaled less.
+        ``began``: since when it was waited for. In fp16 a step whose gradient overflows is left out, and the next ones
+        are scaled less.
         """
         device = self._student.spec.device
         lr = self._schedule.lr(step.number)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        began = time.monotonic()
-        factor = float(self._scaler.scale(torch.ones((), device=device)))
+        factor = float(self._scaler.scale(torch.ones((), device=device))) if self._scaler.is_enabled() else 1.0
         losses = []
         for micro_batch in step.micro_batches:
             batch = micro_batch.to(device)
@@ -177,14 +180,14 @@ class Trainer:
             value = self._student.loss(batch.tokens, batch.targets, self._loss, scale=scale, weighing=self._weighing)
             value.backward()
             losses.append(value.detach() / factor)
-        loss = sum(losses, torch.zeros((), device=device))
         self._scaler.unscale_(self._optimizer)
         # A norm of 0 means no clipping; the norm itself is worth knowing all the same.
         limit = self._config.max_grad_norm or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._student.parameters(), limit)
-        overflow = factor > 1.0 and bool(torch.isfinite(loss) & ~torch.isfinite(grad_norm))
-        if not (overflow or bool(torch.isfinite(loss + grad_norm))):
-            raise self._not_finite(f"loss {float(loss)} and gradient norm {float(grad_norm)}", step.number, losses)
+        norm = torch.nn.utils.clip_grad_norm_(self._student.parameters(), limit).to(device)
+        loss, grad_norm = torch.stack([sum(losses, torch.zeros_like(norm)), norm]).tolist()
+        overflow = factor > 1.0 and math.isfinite(loss) and not math.isfinite(grad_norm)
+        if not (overflow or math.isfinite(loss + grad_norm)):
+            raise self._not_finite(f"loss {loss} and gradient norm {grad_norm}", step.number, losses)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -194,9 +197,9 @@ class Trainer:
         self._progress.tokens += step.num_tokens
         self._progress.targets += step.num_targets
         metrics = {
-            "loss": float(loss),
+            "loss": loss,
             "lr": lr,
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
             "targets": step.num_targets,
             "tokens_per_second": step.num_tokens / max(seconds, 1e-9),
         }
@@ -351,9 +354,9 @@ def describe(metrics: Mapping[str, float]) -> str:
 
 
 def peak_memory(device: str) -> int:
-    """Largest memory this process used so far: on the GPU, or resident on the host for the CPU. Bytes."""
+    """Largest memory this process used so far: on all its GPUs, or resident on the host for the CPU. Bytes."""
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
+        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -104,6 +104,11 @@ WRONG_VALUES: list[tuple[str, str]] = [
     ),
     ('"early_stop_patience": 2, "validate_every_n_epochs": 0', f"early_stop_patience: {NO_VALIDATION}"),
     ('"save_best_student": true, "validate_every_n_epochs": 0', f"save_best_student: {NO_VALIDATION}"),
+    (
+        '"lr_scheduler": "greedy", "validate_every_n_epochs": 0',
+        f"lr_scheduler: greedy looks at validations; {NO_VALIDATION[19:]}",
+    ),
+    ('"loss": "ab", "ab_alpha": 0.001', "ab_alpha: below 0.01 it is lost in rounding; 0 is its limit"),
     ('"keep_students": 2', "keep_students: there are none to keep; set save_student_every_n_epochs above 0"),
     (
         '"decay_form": "sqrt"',

@@ -284,12 +284,23 @@ def test_bfloat16_is_near_the_reference_and_gradients_keep_their_dtypes(autocast
         assert (result.double() - exact).norm() < 0.02 * exact.norm()
 
 
-def test_small_weights_of_targets_survive_half_precision() -> None:
-    """1 / number of targets is applied after the products: float16 has nothing left of 1e-7."""
-    targets, head, hidden = make_targets(N, V, 5), make_head(dtype=torch.float16), make_hidden()
-    small = gradients(fused_loss(hidden, head, targets, KL, scale=1e-7), hidden, head)[0]
-    large = gradients(fused_loss(hidden, head, targets, KL, scale=1.0), hidden, head)[0]
-    torch.testing.assert_close(small * 1e7, large, rtol=1e-4, atol=1e-6)
+def test_the_scale_is_in_the_products_of_half_precision() -> None:
+    """A loss scale heals what vanishes in float16, and 1 / number of targets what a sum over them would overflow."""
+    count = 20
+    targets = SparseTargets(
+        torch.zeros(count, dtype=torch.int64),
+        torch.zeros(count, 1, dtype=torch.int64),
+        torch.full((count, 1), 0.999).log(),
+        torch.full((count,), 0.001).log(),
+    )
+    head = Head(torch.zeros(V, H, dtype=torch.float16).requires_grad_(), None, 1.0, None, V)
+    hidden = torch.full((count, H), 9000.0).requires_grad_()
+    large = gradients(fused_loss(hidden, head, targets, KL, scale=1 / count), hidden, head)[1]
+    torch.testing.assert_close(large[0].float(), torch.full((H,), 9000 * (1 / V - 0.999)), rtol=2e-3, atol=0.0)
+    ones = torch.ones(count, H).requires_grad_()
+    tiny = gradients(fused_loss(ones, head, targets, KL, scale=2e-9), ones, head)[1]
+    healed = gradients(fused_loss(ones, head, targets, KL, scale=2e-9 * 65536), ones, head)[1]
+    assert not tiny.any() and healed[:, 0].all()
 
 
 def test_gradient_checkpointing_before_the_head() -> None:

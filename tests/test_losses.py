@@ -377,6 +377,9 @@ def test_sure_targets_learn_the_text() -> None:
     losses = build_loss("kl", ce_below_entropy=0.5)(scores, targets)
     expected = torch.cat([ce(scores, targets)[:1], kl(scores, targets)[1:]])
     torch.testing.assert_close(losses, expected)
+    losses = build_loss("kl", ce_below_entropy=0.5, ce_at_entropy=0.25)(scores, targets)
+    expected[1] = 0.25 * ce(scores, targets)[1] + 0.75 * kl(scores, targets)[1]
+    torch.testing.assert_close(losses, expected)
 
 
 def test_weights_of_targets_by_their_divergence() -> None:

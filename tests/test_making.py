@@ -130,6 +130,7 @@ def test_width_of_many_architectures(name: str, tmp_path: Path) -> None:
     [
         ({"layers": 5}, "student_init: layers: 5, but .* has 4 layers; use 1 to 4"),
         ({"hidden": 32}, "student_init: hidden: 32, but .* has 16 hidden_size"),
+        ({"hidden": 15}, "student_init: no such part can be made"),
         ({"heads": 1}, "student_init: heads: heads are kept as they are"),
     ],
 )

@@ -2,10 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from distill.collate import collate
 from distill.dataloader import pad
@@ -108,8 +113,24 @@ def test_an_export_is_whole_and_gives_equal_logits(student_folder: Path, tmp_pat
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out_final")
     ids = torch.arange(10)[None]
     assert loaded.dtype == torch_dtype(precision)
+    assert student.model.config.tie_word_embeddings, "and saved once"
+    with safe_open(tmp_path / "out_final" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(dict(student.model.named_parameters()))
     assert torch.allclose(loaded.float()(ids).logits, student.model(ids).logits, atol=0 if precision == "fp32" else 0.1)
     assert {p.dtype for p in student.parameters()} == {torch.float32}
+
+
+def test_an_attention_of_half_precision_alone_is_met_in_half_precision(student_folder: Path) -> None:
+    """As FlashAttention: the model's own type is fp32, but under autocast it gets what it takes."""
+
+    def half(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+        assert torch.is_autocast_enabled("cpu"), "it takes its type from there"
+        return sdpa_attention_forward(module, query, key, value, *rest, **named)
+
+    AttentionInterface.register("half_alone", half)
+    AttentionMaskInterface.register("half_alone", sdpa_mask)
+    student = Student(replace(spec_of(student_folder, "bf16"), attention="half_alone", packing=True))
+    assert student.note is None, "its head is known"
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from distill.config.keys import STRICT, Decides, Key, Section, section_keys, sho
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
 
+# Of an exponent that isn't 0: fp32 loses the differences that the loss divides by it.
+_SMALLEST_EXPONENT = 0.01
 _HUB_KEYS = ("dataset_path", "validation_dataset_path", "student_path")
 _TEXT_SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst")
 
@@ -75,26 +77,10 @@ class Config(BaseModel):
         training = self.training
         if training.final_lr > training.lr:
             raise _broken_rule("final_lr", f"{show(training.final_lr)} is above lr, {show(training.lr)}")
-        names = [training.loss] if isinstance(training.loss, str) else list(training.loss)
-        if not isinstance(training.loss, str) and not sum(training.loss.values()):
-            raise _broken_rule("loss", "a mix without weights; give at least one loss a weight above 0")
-        if training.tail in ("drop", "to_target") and (others := [name for name in names if name not in ("kl", "ce")]):
-            raise _broken_rule("tail", f"{training.tail} is of kl alone; {others[0]} takes bucket or renormalise")
-        if training.lora_rank is None and training.training_precision not in ("8bit", "4bit"):
-            for key in ("lora_alpha", "lora_targets", "lora_dropout"):
-                if getattr(training, key):
-                    raise _broken_rule(key, "there are no adapters; set lora_rank")
-            if training.merge_into != "dequantised":
-                raise _broken_rule("merge_into", "there are no adapters; set lora_rank")
-        elif self.student.freeze_layers:
-            raise _broken_rule("freeze_layers", "adapters leave all of the student as it is; choose lora_targets")
+        _check_loss(training)
+        _check_adapters(training, self.student)
         _check_student_place(self.paths, training)
-        if not training.validate_every_n_epochs:
-            for key in ("early_stop_patience", "save_best_student"):
-                if getattr(training, key):
-                    raise _broken_rule(key, "needs validations; set validate_every_n_epochs above 0")
-        if training.keep_students is not None and not training.save_student_every_n_epochs:
-            raise _broken_rule("keep_students", "there are none to keep; set save_student_every_n_epochs above 0")
+        _check_observations(training)
         return self
 
     @classmethod
@@ -215,6 +201,41 @@ def _may_be_hub_id(key: str, text: str) -> bool:
     more = "" if key == "student_path" else r"(/[\w-][\w.+-]*)?(:\S+)?"
     pattern = rf"[\w-][\w.-]*/[\w-][\w.+-]*{more}"
     return bool(re.fullmatch(pattern, text)) and not text.endswith(_TEXT_SUFFIXES)
+
+
+def _check_loss(training: Training) -> None:
+    names = [training.loss] if isinstance(training.loss, str) else list(training.loss)
+    if not isinstance(training.loss, str) and not sum(training.loss.values()):
+        raise _broken_rule("loss", "a mix without weights; give at least one loss a weight above 0")
+    if training.tail in ("drop", "to_target") and (others := [name for name in names if name not in ("kl", "ce")]):
+        raise _broken_rule("tail", f"{training.tail} is of kl alone; {others[0]} takes bucket or renormalise")
+    for key in ("ab_alpha", "ab_beta"):
+        if 0 < getattr(training, key) < _SMALLEST_EXPONENT:
+            raise _broken_rule(key, f"below {_SMALLEST_EXPONENT} it is lost in rounding; 0 is its limit")
+
+
+def _check_adapters(training: Training, student: Student) -> None:
+    if training.lora_rank is None and training.training_precision not in ("8bit", "4bit"):
+        for key in ("lora_alpha", "lora_targets", "lora_dropout"):
+            if getattr(training, key):
+                raise _broken_rule(key, "there are no adapters; set lora_rank")
+        if training.merge_into != "dequantised":
+            raise _broken_rule("merge_into", "there are no adapters; set lora_rank")
+    elif student.freeze_layers:
+        raise _broken_rule("freeze_layers", "adapters leave all of the student as it is; choose lora_targets")
+
+
+def _check_observations(training: Training) -> None:
+    """What looks at validations, or at students on the way, has some to look at."""
+    if not training.validate_every_n_epochs:
+        if training.lr_scheduler in ("reduce_lr_on_plateau", "greedy"):
+            told = f"{training.lr_scheduler} looks at validations; set validate_every_n_epochs above 0"
+            raise _broken_rule("lr_scheduler", told)
+        for key in ("early_stop_patience", "save_best_student"):
+            if getattr(training, key):
+                raise _broken_rule(key, "needs validations; set validate_every_n_epochs above 0")
+    if training.keep_students is not None and not training.save_student_every_n_epochs:
+        raise _broken_rule("keep_students", "there are none to keep; set save_student_every_n_epochs above 0")
 
 
 def _check_student_place(paths: Paths, training: Training) -> None:

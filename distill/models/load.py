@@ -188,5 +188,7 @@ def quiet_transformers() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     # It says so for every layer and every step.
     warnings.filterwarnings("ignore", message="MatMul8bitLt: inputs will be cast")
+    # peft sets it right itself, and says so for every layer of GPT-2.
+    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but the target module is `Conv1D`")
     # What peft asks of transformers.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
