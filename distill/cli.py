@@ -20,10 +20,12 @@ from distill.config import (
     Config,
     LoadedConfig,
     RunOptions,
+    explain,
     keys_by_section,
     load_with_origins,
     section_model,
     show,
+    suggest,
     value_text,
 )
 from distill.errors import DistillError, InputError, machine_failed
@@ -78,11 +80,14 @@ def _execute(command: Command) -> None:
     if "--version" in command.switches:
         _say(f"distill {__version__}\n")
         return
+    if "--explain" in command.options:
+        _say(explain(command.options["--explain"]))
+        return
     if command.verb == "init-student":
         _init_student(command)
         return
     verb = command.verb or "run"
-    loaded = load_with_origins(_config_path(command), command.settings)
+    loaded = load_with_origins(_config_paths(command), command.settings, os.environ)
     if verb == "config":
         _say(_resolved(loaded))
         return
@@ -164,13 +169,23 @@ def _init_student(command: Command) -> None:
     init_student(Path(command.options["--from"]).absolute(), int(layers), Path(command.options["--out"]).absolute())
 
 
-def _config_path(command: Command) -> Path:
-    if "--config" in command.options:
-        return Path(command.options["--config"])
+def _config_paths(command: Command) -> list[Path]:
+    if command.configs:
+        return [_config_path(text) for text in command.configs]
     for path in (Path("config.json"), _ROOT / "config.json"):
         if path.exists():
-            return path
+            return [path]
     raise InputError("config.json: neither here nor beside run.py; name the file with --config PATH")
+
+
+def _config_path(text: str) -> Path:
+    """The file, or what comes with the program under that name: the configuration of an example."""
+    if "." in text or "/" in text or Path(text).is_file():
+        return Path(text)
+    bundled = {path.parent.name: path for path in sorted(_ROOT.glob("examples/*/config.*"))}
+    if text not in bundled:
+        raise InputError(f"--config: neither a file nor bundled: {text}{suggest(text, bundled)}")
+    return bundled[text]
 
 
 def _resolved(loaded: LoadedConfig) -> str:

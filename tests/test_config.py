@@ -270,7 +270,7 @@ def test_overrides_win_and_origins_say_so(tmp_path: Path) -> None:
     path = write(tmp_path, '{\n"lr": 0.5,\n"training": {\n"batch_size": 8, "loss": null}}')
     batch, rate = (Setting(key, value, said=key, origin="command line", folder=tmp_path) for key, value in
                    (("batch_size", 16), ("lr", None)))  # fmt: skip
-    loaded = load_with_origins(path, [batch])
+    loaded = load_with_origins([path], [batch])
     assert loaded.config.training.batch_size == 16
     assert loaded.origins["batch_size"] == "command line"
     assert loaded.origins["lr"] == f"{path}:2"

@@ -110,7 +110,7 @@ class Config(BaseModel):
     @classmethod
     def keys(cls) -> tuple[Key, ...]:
         """What is declared about every key, in order."""
-        return tuple(_keys().values())
+        return tuple(keys_by_name().values())
 
     def flat(self) -> dict[str, Any]:
         """Every key with its value as JSON has it (lists, not tuples), in order."""
@@ -127,7 +127,7 @@ class Config(BaseModel):
 
     def dump(self) -> str:
         """The whole configuration as a JSON text that loads to an equal one."""
-        return json.dumps(self.flat(), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(_without_references(self.flat()), indent=2, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,15 @@ class LoadedConfig:
 
     config: Config
     origins: Mapping[str, str]
+
+
+def _without_references(value: Any) -> Any:
+    """``value`` with its texts so written that a file's ``${`` is read as just that."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, list):
+        return [_without_references(item) for item in value]
+    return {name: _without_references(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def section_model(name: str) -> type[Section]:
@@ -147,10 +156,10 @@ def section_model(name: str) -> type[Section]:
 
 def find_key(name: str, said: str, more: tuple[str, ...] = ()) -> Key:
     """The key of that name. Raises InputError that says ``said`` and the nearest key or a word in ``more``."""
-    if name not in _keys():
-        hint = suggest(name, [*_keys(), *more]) or "; `python run.py --help` lists all"
+    if name not in keys_by_name():
+        hint = suggest(name, [*keys_by_name(), *more]) or "; `python run.py --help` lists all"
         raise InputError(f"{said}: unknown key{hint}")
-    return _keys()[name]
+    return keys_by_name()[name]
 
 
 def resolve(settings: Iterable[Setting], folder: Path) -> LoadedConfig:
@@ -167,18 +176,18 @@ def resolve(settings: Iterable[Setting], folder: Path) -> LoadedConfig:
         if setting.value is None:
             del given[name]
         else:
-            nested[_keys()[name].section][name] = _plain(setting)
+            nested[keys_by_name()[name].section][name] = _plain(setting)
     try:
         # JSON rather than Python mode: only there is a list, as files have it, a strict tuple.
         config = Config.model_validate_json(json.dumps(nested))
     except ValidationError as error:
         raise InputError(_message(error, given)) from None
-    origins = {key.name: given[key.name].origin if key.name in given else "default" for key in _keys().values()}
+    origins = {key.name: given[key.name].origin if key.name in given else "default" for key in keys_by_name().values()}
     return LoadedConfig(_with_absolute_paths(config, given, folder), origins)
 
 
 @functools.cache
-def _keys() -> dict[str, Key]:
+def keys_by_name() -> dict[str, Key]:
     """Every key by name. No two sections share a name, so files and flags are flat."""
     keys = [key for name in Config.model_fields for key in section_keys(name, section_model(name))]
     assert len({key.name for key in keys}) == len(keys), "a key is declared in two sections"
@@ -244,7 +253,7 @@ def _message(invalid: ValidationError, given: Mapping[str, Setting]) -> str:
     else:
         name = str(errors[0]["loc"][1])
         problems = [_problem(error) for error in errors if error["loc"][1] == name]
-        problem = next(filter(None, problems), _wrong_type(_keys()[name], given[name].value))
+        problem = next(filter(None, problems), _wrong_type(keys_by_name()[name], given[name].value))
     return f"{given[name].said if name in given else name}: {problem}"
 
 

@@ -190,9 +190,20 @@ class Training(Section):
 
     num_epochs: Count = key(1, "Times that the training text is seen.", unit="epochs", flag="-ne", decides="result")
     max_steps: Count | None = key(
-        None, "Most optimizer steps, for which the schedule is made; null takes all.", unit="steps", decides="result"
+        None,
+        "Most optimizer steps, for which the schedule is made; null takes all.",
+        unit="steps",
+        decides="result",
+        aliases=("optimization.iterations",),
     )
-    num_warmup_steps: Natural = key(0, "Warm-up of the learning rate.", unit="steps", flag="-nws", decides="result")
+    num_warmup_steps: Natural = key(
+        0,
+        "Warm-up of the learning rate.",
+        unit="steps",
+        flag="-nws",
+        decides="result",
+        aliases=("warmup_steps", "lr_scheduler.warmup_steps", "lr_scheduler.num_warmup_steps"),
+    )
     batch_size: Count = key(
         4,
         "Size of a micro-batch where max_tokens_per_batch is null; with packing its rows.",
@@ -211,44 +222,67 @@ class Training(Section):
         "Fill rows up to the longest sample's length with other samples, unseen by each other, instead of padding.",
         decides="result",
     )
-    grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
+    grad_accum_batches: Count = key(
+        1,
+        "Micro-batches in a step.",
+        flag="-g",
+        decides="result",
+        aliases=("optimization.acc_steps",),
+    )
     student_device: Device | None = key(None, "Device of the student where that isn't device.")
     grad_checkpointing: bool = key(False, "Save memory by computing activations again in the backward pass.")
     loss: LossName | dict[LossName, NonNegative] = key(
         "kl",
         "What is learned of the teacher's distribution, or ce of the text alone; an object mixes several by weight.",
         decides="result",
+        aliases=("criterion",),
     )
     tail: Tail = key(
         "bucket",
         "Mass outside the kept ids: one outcome more (bucket), as if there were none (renormalise), or, of kl alone,"
         " left out (drop) or given to the real token (to_target).",
         decides="result",
+        aliases=("loss.tail",),
     )
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = key(
-        0.5, "Weight of the teacher in jsd's mixture.", decides="result"
+        0.5, "Weight of the teacher in jsd's mixture.", decides="result", aliases=("loss.jsd_beta",)
     )
     skew_alpha: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.1, "Part of the first distribution in the second one of the skewed losses.", decides="result"
+        0.1,
+        "Part of the first distribution in the second one of the skewed losses.",
+        decides="result",
+        aliases=("loss.skew_alpha",),
     )
-    ab_alpha: NonNegative = key(0.2, "Exponent of the teacher in ab.", decides="result")
-    ab_beta: NonNegative = key(0.7, "Exponent of the student in ab.", decides="result")
+    ab_alpha: NonNegative = key(0.2, "Exponent of the teacher in ab.", decides="result", aliases=("loss.ab_alpha",))
+    ab_beta: NonNegative = key(0.7, "Exponent of the student in ab.", decides="result", aliases=("loss.ab_beta",))
     ce_weight: NonNegative = key(0.0, "Weight of the text's cross-entropy, added to the loss.", decides="result")
     ce_below_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = key(
         0.0,
         "Part of the targets, those where the teacher is surest, that learn the text alone; reads the cache once more.",
         decides="result",
     )
-    temperature: Positive = key(1.0, "Temperature of the distillation loss.", flag="-t", decides="result")
-    lr: Positive = key(1e-5, "Highest learning rate.", flag="-lr", decides="result")
-    final_lr: NonNegative = key(0.0, "Learning rate of the last step of wsd.", decides="result")
+    temperature: Positive = key(
+        1.0, "Temperature of the distillation loss.", flag="-t", decides="result", aliases=("loss.temperature",)
+    )
+    lr: Positive = key(1e-5, "Highest learning rate.", flag="-lr", decides="result", aliases=("optimizer.lr",))
+    final_lr: NonNegative = key(
+        0.0, "Learning rate of the last step of wsd.", decides="result", aliases=("lr_scheduler.final_lr",)
+    )
     decay_start: Annotated[float, Field(ge=0, le=1)] = key(
-        0.9, "Part of the steps after which wsd begins to decay.", decides="result"
+        0.9,
+        "Part of the steps after which wsd begins to decay.",
+        decides="result",
+        aliases=("lr_scheduler.decay_start",),
     )
     decay_form: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
-        "linear", "Curve on which wsd decays; exponential needs a final_lr above 0.", decides="result"
+        "linear",
+        "Curve on which wsd decays; exponential needs a final_lr above 0.",
+        decides="result",
+        aliases=("lr_scheduler.decay_form",),
     )
-    warmup_form: Literal["linear", "cosine"] = key("linear", "Curve on which wsd warms up.", decides="result")
+    warmup_form: Literal["linear", "cosine"] = key(
+        "linear", "Curve on which wsd warms up.", decides="result", aliases=("lr_scheduler.warmup_form",)
+    )
     alpha: NonNegative = key(
         0.0,
         "Weighs targets by ((kl / largest of the sample) + 1)^alpha; above 0 a step takes one more product with the"
@@ -256,20 +290,40 @@ class Training(Section):
         decides="result",
     )
     lr_scheduler: Scheduler = key(
-        "wsd", "Schedule of the learning rate: wsd, or a name of transformers.", decides="result"
+        "wsd",
+        "Schedule of the learning rate: wsd, or a name of transformers.",
+        decides="result",
+        aliases=("optimization.lr_scheduler",),
     )
     lr_scheduler_args: dict[str, Any] = key({}, "Further arguments of the schedule.", decides="result")
     optimizer: Optimizer = key(
-        "adamw", "Optimizer; those with bits or pages in their names are bitsandbytes'.", decides="result"
+        "adamw",
+        "Optimizer; those with bits or pages in their names are bitsandbytes'.",
+        decides="result",
+        aliases=("optimization.optimizer",),
     )
     weight_decay: NonNegative = key(
-        0.0, "Weight decay of matrices: decoupled with adamw, else part of the gradient.", decides="result"
+        0.0,
+        "Weight decay of matrices: decoupled with adamw, else part of the gradient.",
+        decides="result",
+        aliases=("optimizer.weight_decay",),
     )
-    betas: tuple[Momentum, Momentum] = key((0.9, 0.999), "Decay of Adam's two running means.", decides="result")
-    eps: Positive = key(1e-8, "Term that keeps an optimizer's quotient finite.", decides="result")
-    momentum: Momentum = key(0.0, "Momentum of sgd and rmsprop.", decides="result")
-    rmsprop_alpha: Momentum = key(0.99, "Decay of rmsprop's running mean.", decides="result")
-    max_grad_norm: NonNegative = key(1.0, "Norm to which gradients are clipped; 0 leaves them.", decides="result")
+    betas: tuple[Momentum, Momentum] = key(
+        (0.9, 0.999), "Decay of Adam's two running means.", decides="result", aliases=("optimizer.betas",)
+    )
+    eps: Positive = key(
+        1e-8, "Term that keeps an optimizer's quotient finite.", decides="result", aliases=("optimizer.eps",)
+    )
+    momentum: Momentum = key(0.0, "Momentum of sgd and rmsprop.", decides="result", aliases=("optimizer.momentum",))
+    rmsprop_alpha: Momentum = key(
+        0.99, "Decay of rmsprop's running mean.", decides="result", aliases=("optimizer.alpha",)
+    )
+    max_grad_norm: NonNegative = key(
+        1.0,
+        "Norm to which gradients are clipped; 0 leaves them.",
+        decides="result",
+        aliases=("optimization.clip_grad_norm",),
+    )
     data_order: Literal["shuffle", "sorted", "native"] = key(
         "shuffle", "Order of samples: new each epoch, by length, or as in the text.", decides="result"
     )
@@ -277,6 +331,7 @@ class Training(Section):
         "fp32",
         "Number format of the student in training; in 8bit and 4bit its weights are packed and adapters learn.",
         decides="result",
+        aliases=("optimization.amp", "optimization.amp.dtype"),
     )
     lora_rank: Count | None = key(
         None,
@@ -297,7 +352,7 @@ class Training(Section):
         decides="result",
     )
     validate_every_n_epochs: NonNegative = key(
-        1.0, "Time between validations; 0 = only before and after.", unit="epochs"
+        1.0, "Time between validations; 0 = only before and after.", unit="epochs", inverse="evals_per_epoch"
     )
     early_stop_patience: Natural = key(
         0,
@@ -306,7 +361,7 @@ class Training(Section):
         decides="result",
     )
     save_student_every_n_epochs: NonNegative = key(
-        0.0, "Time between exports of the student; 0 = only at the end.", unit="epochs"
+        0.0, "Time between exports of the student; 0 = only at the end.", unit="epochs", inverse="saves_per_epoch"
     )
     keep_students: Count | None = key(None, "Newest exports kept of those before the end; null keeps all.")
     save_best_student: bool = key(
