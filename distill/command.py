@@ -30,6 +30,7 @@ VERBS = {
 }
 LATER_VERBS = ("report",)
 SWITCHES = {
+    "-m": "sweep: one run for each combination of the values in key=a,b pairs, and a table at the end",
     "--fresh": "set the state of an unfinished run aside and begin anew",
     "--resume": "go on with an unfinished run, with its old values",
     "--prune": "first remove what of the cache this run doesn't use (needs --yes)",

@@ -117,6 +117,16 @@ KEYS: dict[str, tuple[str, str | None, object]] = {
     "freeze_layers": ("-fl", "result", []),
     "add_bos": ("", "result", None),
     "prompt_format": ("", "result", None),
+    "debug_run": ("", None, False),
+    "eval_table_size": ("", None, 0),
+    "eval_max_new_tokens": ("", None, 128),
+    "special_tokens": ("", "result", {}),
+    "resize_token_embeddings_to_32x": ("", "result", False),
+    "tokenizer_config": ("", "result", None),
+    "deepspeed": ("", None, None),
+    "fsdp": ("", None, None),
+    "fsdp_config": ("", None, None),
+    "plugins": ("", None, []),
 }
 
 # The ancestor's parameters, as its page lists them.

@@ -1,5 +1,6 @@
 """The configuration: every key once (sections.py), strict files with line numbers, generated reference."""
 
+from distill.config.extra import Extra
 from distill.config.files import Override, load_config, load_with_origins
 from distill.config.keys import Decides, Key, show, suggest
 from distill.config.reader import JsonError, ParseError, read_json
@@ -24,6 +25,7 @@ __all__ = [
     "Collection",
     "Config",
     "Decides",
+    "Extra",
     "JsonError",
     "Key",
     "LoadedConfig",

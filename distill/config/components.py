@@ -76,6 +76,7 @@ def settings_of(entries: Sequence[Entry]) -> Iterator[Setting]:
             yield as_setting(entry)
         elif entry.trail[0] in inverses():
             yield _inverse(entry)
+    yield from _epochs(by_trail.get(("max_steps",)), by_trail.get(("num_epochs",)))
     if architecture:
         yield _student(architecture, by_trail.get(("teacher_models_folder",)))
     yield from _loggers([entry for entry in entries if entry.trail[0] == "loggers"])
@@ -135,6 +136,14 @@ def _inverse(entry: Entry) -> Setting:
     if isinstance(times, bool) or not isinstance(times, int | float) or times < 0:
         raise InputError(f"{entry.said}: must be a number, at least 0, not {show(times)}")
     return replace(as_setting(entry), key=inverses()[entry.trail[0]], value=1 / times if times else 0.0)
+
+
+def _epochs(steps: Entry | None, epochs: Entry | None) -> Iterator[Setting]:
+    """``optimization.iterations`` alone says how long a training takes, unless epochs are given with it or later."""
+    if steps is None or steps.value is None or steps.spelled[-1] != "iterations":
+        return
+    if epochs is None or epochs.layer < steps.layer:
+        yield replace(as_setting(steps), key="num_epochs", value="auto")
 
 
 def _student(parts: Sequence[Entry], teacher: Entry | None) -> Setting:

@@ -8,6 +8,7 @@ line has its keys stand at the top.
 """
 
 import errno
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Composer:
     def _included(self, entry: Any, path: Path, package: Trail, chain: tuple[str, ...]) -> Iterator[Entry]:
         said = f"{chain[-1]}: defaults"
         if isinstance(entry, str):
-            found = find_file(entry.removeprefix("/"), path.parent)
+            found = find_file(entry, path.parent) or find_file(entry.removeprefix("/"), path.parent)
             if found is None:
                 raise InputError(
                     f"{said}: no file {entry!r} beside it or bundled{_nearest(entry, path.parent)}{_by(chain)}"
@@ -119,7 +120,7 @@ def find_file(name: str, folder: Path) -> Path | None:
     for base, file in ((folder, name), (folder, group_name(name)), (BUNDLED, group_name(name))):
         for path in (base / file, *(base / f"{file}{suffix}" for suffix in SUFFIXES)):
             if path.suffix in SUFFIXES and path.is_file():
-                return path
+                return Path(os.path.normpath(path))
     return None
 
 

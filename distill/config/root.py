@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from distill.config.extra import Extra
 from distill.config.keys import STRICT, Decides, Key, Section, section_keys, show, suggest
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
@@ -69,6 +70,7 @@ class Config(BaseModel):
     collection: Collection = Collection()
     training: Training = Training()
     student: Student = Student()
+    extra: Extra = Extra()
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -89,12 +91,7 @@ class Config(BaseModel):
         elif self.student.freeze_layers:
             raise _broken_rule("freeze_layers", "adapters leave all of the student as it is; choose lora_targets")
         _check_student_place(self.paths, training)
-        if not training.validate_every_n_epochs:
-            for key in ("early_stop_patience", "save_best_student"):
-                if getattr(training, key):
-                    raise _broken_rule(key, "needs validations; set validate_every_n_epochs above 0")
-        if training.keep_students is not None and not training.save_student_every_n_epochs:
-            raise _broken_rule("keep_students", "there are none to keep; set save_student_every_n_epochs above 0")
+        _check_times(training)
         return self
 
     @classmethod
@@ -224,6 +221,18 @@ def _may_be_hub_id(key: str, text: str) -> bool:
     more = "" if key == "student_path" else r"(/[\w-][\w.+-]*)?(:\S+)?"
     pattern = rf"[\w-][\w.-]*/[\w-][\w.+-]*{more}"
     return bool(re.fullmatch(pattern, text)) and not text.endswith(_TEXT_SUFFIXES)
+
+
+def _check_times(training: Training) -> None:
+    """How long it takes, and what happens every so often."""
+    if training.num_epochs == "auto" and training.max_steps is None:
+        raise _broken_rule("num_epochs", "auto needs max_steps")
+    if not training.validate_every_n_epochs:
+        for key in ("early_stop_patience", "save_best_student"):
+            if getattr(training, key):
+                raise _broken_rule(key, "needs validations; set validate_every_n_epochs above 0")
+    if training.keep_students is not None and not training.save_student_every_n_epochs:
+        raise _broken_rule("keep_students", "there are none to keep; set save_student_every_n_epochs above 0")
 
 
 def _check_student_place(paths: Paths, training: Training) -> None:
