@@ -48,19 +48,20 @@ class Composer:
         """The entries of ``path`` and of all that it includes, in the order in which they count."""
         if any(step.rpartition(":")[0] == str(path) for step in chain):
             raise InputError(f"{chain[-1]}: defaults: files include each other: {' → '.join(chain)}")
-        text, document = read_document(path, f" (included by {', by '.join(reversed(chain))})" if chain else "")
+        by = f" (included by {', '.join(reversed(chain))})" if chain else ""
+        text, document = read_document(path, by)
         package = () if _GLOBAL.match(text) else package
         defaults = document.value.pop("defaults", None) if isinstance(document.value, dict) else None
         own = True
         for entry, line in _entries(defaults, document, path):
             where = f"{path}:{line}"
             if entry == "_self_":
-                yield from self._own(document, path, package)
+                yield from self._own(document, path, package, by)
                 own = False
                 continue
             yield from self._included(entry, path, package, (*chain, where))
         if own:
-            yield from self._own(document, path, package)
+            yield from self._own(document, path, package, by)
 
     def left_over(self) -> Iterator[Entry]:
         """The choices of groups that no file's defaults name."""
@@ -68,9 +69,13 @@ class Composer:
             if group not in self.taken:
                 yield from self._choice(group, choice.option, choice.folder / "x", (), (), choice.said)
 
-    def _own(self, document: Document, path: Path, package: Trail) -> Iterator[Entry]:
+    def _own(self, document: Document, path: Path, package: Trail, by: str) -> Iterator[Entry]:
         self.layer += 1
-        yield from entries_of(document, path, self.layer, package)
+        try:
+            entries = list(entries_of(document, path, self.layer, package))
+        except InputError as error:
+            raise InputError(f"{error}{by}") from None
+        yield from entries
 
     def _included(self, entry: Any, path: Path, package: Trail, chain: tuple[str, ...]) -> Iterator[Entry]:
         said = f"{chain[-1]}: defaults"

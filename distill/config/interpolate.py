@@ -70,10 +70,9 @@ def _resolved(tree: Tree) -> Iterator[Entry]:
     for entry in tree.entries.values():
         try:
             OmegaConf.create({"value": entry.value})
-        except GrammarParseError as error:
-            raise InputError(
-                f"{entry.said}: {entry.value!r}: a reference is written ${{name}}: {_first(error)}"
-            ) from None
+        except GrammarParseError:
+            problem = 'is no reference: write ${name}, or ${eval:"2 * ${name}"}, each brace closed'
+            raise InputError(f"{entry.said}: {entry.value} {problem}") from None
     root = OmegaConf.create(nested(tree.entries.values()))
     for entry in tree.entries.values():
         if not _refers(entry.value):

@@ -74,6 +74,8 @@ class _Walk:
         self._nodes += 1
         if len(trail) > _MAX_DEPTH or self._nodes > _MAX_NODES:  # an anchor inside itself, or one that multiplies
             raise YamlError(str(node.start_mark.line + 1), "nested too deeply, or too large")
+        if node.id != "scalar" and node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
+            raise YamlError(str(node.start_mark.line + 1), f"{_name(trail)}the tag {node.tag} is not read")
         if node.id == "mapping":
             return self._mapping(node, trail)
         if node.id == "sequence":
@@ -102,7 +104,7 @@ class _Walk:
 
     def _scalar(self, node: Any, trail: Trail) -> Any:
         line = node.start_mark.line + 1
-        name = next((f"{part}: " for part in reversed(trail) if isinstance(part, str)), "")
+        name = _name(trail)
         kind = node.tag.removeprefix(_TAG)
         if kind not in ("str", "int", "float", "bool", "null"):
             raise YamlError(str(line), f"{name}the tag {node.tag} is not read")
@@ -117,6 +119,11 @@ class _Walk:
         if isinstance(value, float) and not math.isfinite(value):
             raise YamlError(str(line), f"{name}{node.value[:20]} is not a finite number")
         return value
+
+
+def _name(trail: Trail) -> str:
+    """The innermost key of a trail, as the front of a message."""
+    return next((f"{part}: " for part in reversed(trail) if isinstance(part, str)), "")
 
 
 def _words(problem: str) -> str:
