@@ -44,6 +44,14 @@ def refusal(path: Path, *words: str) -> str:
     return str(caught.value).replace(f"{path.parent}/", "")
 
 
+def test_report_a16_comments_and_trailing_commas_are_read(tmp_path: Path) -> None:
+    """Report A16 of the reliability notes: such a file was ignored silently."""
+    path = tmp_path / "config.json"
+    path.write_text('{\n  // note\n  "lr": 0.5, // and here\n  "betas": [0.1, 0.2,],\n}\n')
+    training = loaded(path).config.training
+    assert (training.lr, training.betas) == (0.5, (0.1, 0.2))
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 

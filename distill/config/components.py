@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distill.config.data import data_settings
 from distill.config.keys import show, suggest
 from distill.config.root import Setting, keys_by_name
 from distill.config.spelling import STUDENT, Trail, inverses, option_of
@@ -79,6 +80,7 @@ def settings_of(entries: Sequence[Entry]) -> Iterator[Setting]:
     yield from _epochs(by_trail.get(("max_steps",)), by_trail.get(("num_epochs",)))
     if architecture:
         yield _student(architecture, by_trail.get(("teacher_models_folder",)))
+    yield from data_settings([entry for entry in entries if entry.trail[0] == "data"], by_trail)
     yield from _loggers([entry for entry in entries if entry.trail[0] == "loggers"])
 
 
