@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distill.config import NUMBER, Config, Key, Override, Setting, find_key, key_value, show, suggest
+from distill.config import NUMBER, Config, Key, Override, Setting, find_key, key_value, other_names, show, suggest
 from distill.errors import InputError
 
 VERBS = {
@@ -123,6 +123,9 @@ def _take_flag(command: Command, flag: str, text: str | None, rest: deque[str]) 
         if text is None:
             text = _boolean_word(rest) if "boolean" in key.types else _value_word(flag, rest)
         command.settings.append(_setting(key, text, said=flag))
+    elif flag.removeprefix("--") in other_names() and flag.startswith("--"):
+        value = _value_word(flag, rest) if text is None else text
+        command.settings.append(Override(flag.removeprefix("--"), value, flag, "set", Path.cwd()))
     else:
         _refuse_flag(flag)
 

@@ -1,10 +1,15 @@
 """Layered configurations: what is laid over what, references between values, and slips told in one line."""
 
+import re
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distill.cli import main
 from distill.config import Config, LoadedConfig, Setting, load_with_origins
@@ -294,3 +299,50 @@ def test_components_and_shorthands_mean_the_same(tmp_path: Path) -> None:
     path = files(tmp_path, c="loggers: [basic, {_name: wandb, comment: hey}]\n")
     assert value("wandb_comment", path) == "hey"
     assert value("wandb_comment", path, "loggers=basic") is None
+
+
+def test_a_student_named_later_counts(tmp_path: Path) -> None:
+    path = files(tmp_path, top="defaults: [{student: tiny-llama}]\nteacher_models_folder: t\n")
+    word = Setting("student_path", "there", said="-s", origin="command line", folder=tmp_path)
+    paths = load_with_origins([path], [word]).config.paths
+    assert (paths.student_init, paths.student_path) == (None, str(tmp_path / "there"))
+
+
+def test_other_names_are_flags_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = files(tmp_path, top="seed: 1\n")
+    assert main(["config", "--config", str(path), "--warmup_steps", "5", "--evals_per_epoch=4"]) == 0
+    printed = capsys.readouterr().out
+    assert '"num_warmup_steps": {"value": 5, "origin": "command line"}' in printed
+    assert '"validate_every_n_epochs": {"value": 0.25, "origin": "command line"}' in printed
+
+
+# ---- anything at all ------------------------------------------------------------------------------------------------
+
+words = st.sampled_from(
+    "lr|batch_size|training|model|student|optimizer|optimization|lr_scheduler|loss|criterion|amp|data|args|loggers|defaults"
+    "|train_datasets|source|transform|_name|llama|adamw|sgd|kl|jsd|cosine|wandb|basic|loop|inner|files|paths|compose"
+    "|transforms|shuffle|n_layer|evals_per_epoch|validate_every_n_epochs|iterations|dtype|max_memory|extra|debug|a b"
+    "|${lr}|${args.lr}|${.lr}|${..lr}|${eval:'1 + 1'}|${data}|${|???|_self_|$schema|".split("|")
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(allow_nan=False, allow_infinity=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(words, anything, max_size=5))
+def test_anything_loads_or_is_refused_in_one_line(document: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "top.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+        again = Path(folder) / "again.json"
+        try:
+            config = loaded(path).config
+        except InputError as error:
+            assert re.match(rf"{re.escape(str(path))}:\d+(:\d+)?: \S", str(error)), str(error)
+            assert "\n" not in str(error)
+        else:
+            again.write_text(config.dump())
+            assert loaded(again).config == config

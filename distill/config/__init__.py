@@ -14,7 +14,7 @@ from distill.config.reference import (
 )
 from distill.config.root import Config, LoadedConfig, RunOptions, Setting, find_key, resolve, section_model
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
-from distill.config.spelling import canonical
+from distill.config.spelling import canonical, other_names
 from distill.config.values import memory_bytes
 from distill.config.words import NUMBER, key_value
 from distill.config.yaml_reader import read_yaml
@@ -47,6 +47,7 @@ __all__ = [
     "load_config",
     "load_with_origins",
     "memory_bytes",
+    "other_names",
     "read_json",
     "read_yaml",
     "reference_markdown",

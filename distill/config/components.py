@@ -68,7 +68,7 @@ def settings_of(entries: Sequence[Entry]) -> Iterator[Setting]:
             raise InputError(f"{entry.said}: is left open (???): give it a value, {_dotted(entry)}=… say")
     by_trail = {entry.trail: entry for entry in entries}
     _check_options(entries, by_trail)
-    architecture = [entry for entry in entries if entry.trail[0] == STUDENT]
+    architecture = _architecture(entries, by_trail.get(("student_path",)))
     replaced = {entry.trail for entry in entries if _is_replaced(entry, by_trail, architecture)}
     for entry in entries:
         if entry.trail in replaced:
@@ -140,6 +140,13 @@ def _inverse(entry: Entry) -> Setting:
     return replace(as_setting(entry), key=inverses()[entry.trail[0]], value=1 / times if times else 0.0)
 
 
+def _architecture(entries: Sequence[Entry], path: Entry | None) -> list[Entry]:
+    """What describes a new student, unless a later file or word names one that is there."""
+    parts = [entry for entry in entries if entry.trail[0] == STUDENT]
+    named_later = path is not None and path.value is not None and path.layer > max((e.layer for e in parts), default=0)
+    return [] if named_later else parts
+
+
 def _epochs(steps: Entry | None, epochs: Entry | None) -> Iterator[Setting]:
     """``optimization.iterations`` alone says how long a training takes, unless epochs are given with it or later."""
     if steps is None or steps.value is None or steps.spelled[-1] != "iterations":
@@ -155,19 +162,20 @@ def _student(parts: Sequence[Entry], teacher: Entry | None) -> Setting:
     name = said.get("_name")
     if name is None:
         raise InputError(f"{last.said}: of which architecture? name it by _name (llama, gpt2, qwen2, …)")
-    if name.value not in _ARCHITECTURES:
+    if not isinstance(name.value, str) or name.value not in _ARCHITECTURES:
         hint = suggest(str(name.value), _ARCHITECTURES) or "; student_init takes any of transformers"
         known = ", ".join(_ARCHITECTURES)
         raise InputError(f"{name.said}: {show(name.value)} is no file of that group, nor one of {known}{hint}")
     config: dict[str, Any] = {"model_type": _ARCHITECTURES[name.value]}
     init: dict[str, Any] = {"config": config}
     for option, entry in said.items():
-        if option in _STUDENT_SIZES and entry.value is not None:
+        if option in (*_STUDENT_SIZES, "vocab_size") and entry.value is not None:
             if isinstance(entry.value, bool) or not isinstance(entry.value, int) or entry.value < 1:
                 raise InputError(f"{entry.said}: must be a whole number, at least 1, not {show(entry.value)}")
-            init[_STUDENT_SIZES[option]] = entry.value
-    if "vocab_size" in said and said["vocab_size"].value is not None:
-        config["vocab_size"] = said["vocab_size"].value
+            if option == "vocab_size":
+                config[option] = entry.value
+            else:
+                init[_STUDENT_SIZES[option]] = entry.value
     own, folder = said.get("tokenizer"), name.folder
     if own is not None and isinstance(own.value, str):
         init["tokenizer"], folder = own.value, own.folder
@@ -193,7 +201,7 @@ def _loggers(entries: Sequence[Entry]) -> Iterator[Setting]:
         options = {"_name": logger} if isinstance(logger, str) else logger
         name = options.get("_name") if isinstance(options, dict) else None
         known = {"wandb": {"_name", "comment"}, **{quiet: {"_name"} for quiet in _QUIET_LOGGERS}}
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             hint = suggest(str(name), known)
             raise InputError(f"{first.said}: must be basic or wandb, or a list of them, not {show(logger)}{hint}")
         for option in options.keys() - known[name]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from distill.config.keys import suggest
 from distill.config.reader import Document, ParseError, read_json
-from distill.config.spelling import Trail, is_component
+from distill.config.spelling import Trail, component
 from distill.config.tree import Entry, entries_of
 from distill.config.yaml_reader import read_yaml
 from distill.errors import InputError
@@ -108,11 +108,13 @@ class Composer:
         found = find_file(f"{group}/{option}", path.parent)
         if found is not None:
             yield from self.file(found, place, chain)
-        elif is_component(place) or place[-1] in ("student", "model", "loggers"):
+        elif component(place) or place[-1] in ("student", "model", "loggers"):
             self.layer += 1
             document = Document(_nest(place, option), {place[: i + 1]: 0 for i in range(len(place))})
             for entry in entries_of(document, path, self.layer):
-                origin = chain[-1] if chain and said.startswith(chain[-1]) else "command line"
+                origin = "command line"
+                if chain and said.startswith(chain[-1]):
+                    said, origin = f"{chain[-1]}: defaults: {group}", chain[-1]
                 yield Entry(entry.trail, entry.value, said, origin, entry.folder, entry.layer, entry.spelled)
         else:
             file = f"{group}/{option}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from distill.config.keys import Key, show
 from distill.config.root import Config, keys_by_name, section_model
-from distill.config.spelling import ARCHITECTURE, alias_names, canonical, inverses, is_component
+from distill.config.spelling import ARCHITECTURE, alias_names, canonical, component, inverses
 from distill.errors import InputError
 
 _HEAD = """# Configuration reference
@@ -148,7 +148,7 @@ def _row(key: Key) -> str:
 def _editor_schema(key: Key) -> dict[str, Any]:
     told = {"description": f"{key.doc} Value: {value_text(key)}.", "default": key.default}
     choices = key.available or key.schema.get("enum")
-    options = [{"type": "object"}] if is_component((key.name,)) else []
+    options = [{"type": "object"}] if component((key.name,)) else []
     if choices and not options:
         return told | {"enum": [*(choice for choice in choices if choice is not None), None]}
     alternatives = [choice for choice in key.schema.get("anyOf", [key.schema]) if choice.get("type") != "null"]

@@ -8,7 +8,7 @@ import re
 from functools import cache
 from typing import Any
 
-from distill.config.keys import Key, suggest
+from distill.config.keys import suggest
 from distill.config.root import Config, keys_by_name
 from distill.errors import InputError
 
@@ -44,28 +44,25 @@ def is_group(trail: Trail) -> bool:
     """Whether ``trail`` only gathers keys: a section, or the front of spelled-out names."""
     front = ".".join(trail) + "."
     return (len(trail) == 1 and trail[0] in (*Config.model_fields, *_OBJECTS)) or any(
-        name.startswith(front) for name in _aliases()
+        name.startswith(front) for name in alias_names()
     )
 
 
-def is_component(trail: Trail) -> bool:
-    """Whether ``trail`` is a key with options of its own (optimizer: optimizer.lr): its name, or an object."""
+def component(trail: Trail) -> str:
+    """The key that ``trail`` means, if it has options of its own (optimizer: optimizer.lr), else ""."""
     found = _lookup(trail[1:] if len(trail) > 1 and trail[0] in Config.model_fields else trail)
-    fronts = [f"{found[0]}.", ".".join(trail) + "."] if found is not None and len(found) == 1 else []
-    return any(name.startswith(front) for name in _aliases() for front in fronts)
+    fronts = (f"{found[0]}.", ".".join(trail) + ".") if found is not None and len(found) == 1 else ()
+    return found[0] if found is not None and any(name.startswith(fronts) for name in alias_names()) else ""
 
 
 def option_of(spelled: Trail) -> str:
     """The component that ``spelled`` names an option of, "" if of none."""
-    front = spelled[:-1]
-    if len(front) > 0 and is_component(front):
-        return canonical(front, "")[0]
-    return ""
+    return component(spelled[:-1]) if len(spelled) > 1 else ""
 
 
-def alias_names() -> dict[str, str]:
-    """Every other spelling of a key, dotted where it stands in a group, and the key it means."""
-    return _aliases()
+def other_names() -> frozenset[str]:
+    """The names besides the keys' own that stand at the top."""
+    return frozenset([*(name for name in alias_names() if "." not in name), *inverses()])
 
 
 def inverses() -> dict[str, str]:
@@ -73,19 +70,12 @@ def inverses() -> dict[str, str]:
     return {key.inverse: key.name for key in keys_by_name().values() if key.inverse}
 
 
-def holds_options(trail: Trail, value: dict[str, Any]) -> bool:
-    """Whether the object at the component ``trail`` holds its options, rather than being the key's value."""
-    found = canonical(trail, ".".join(trail))
+def holds_options(key: str, value: dict[str, Any]) -> bool:
+    """Whether the object given for the component ``key`` holds its options, rather than being the key's value."""
+    known = alias_names()
     return (
-        "object" not in keys_by_name()[found[0]].types
-        or "_name" in value
-        or any(f"{found[0]}.{name}" in _aliases() for name in value)
+        "object" not in keys_by_name()[key].types or "_name" in value or any(f"{key}.{name}" in known for name in value)
     )
-
-
-def key_of(trail: Trail) -> Key | None:
-    """The key that a canonical trail begins with."""
-    return keys_by_name().get(trail[0])
 
 
 def with_absolute_references(value: Any, trail: Trail) -> Any:
@@ -125,7 +115,7 @@ def _lookup(trail: Trail) -> Trail | None:
     if trail[0] in FREE or (len(trail) == 1 and trail[0] in inverses()):
         return trail
     for length in range(len(trail), 0, -1):
-        key = _aliases().get(".".join(trail[:length]))
+        key = alias_names().get(".".join(trail[:length]))
         if key is not None:
             return _lookup((key, *trail[length:]))
     if trail[-1] == "_name" and len(trail) > 1:
@@ -137,14 +127,14 @@ def _lookup(trail: Trail) -> Trail | None:
 
 
 def _hint(trail: Trail) -> str:
-    words = [*keys_by_name(), *_aliases(), *inverses(), *Config.model_fields]
+    words = [*keys_by_name(), *alias_names(), *inverses(), *Config.model_fields]
     inner = trail[1:] if trail[0] in Config.model_fields and len(trail) > 1 else trail
     return suggest(".".join(inner), words) or suggest(trail[-1], words) or "; `python run.py --help` lists all"
 
 
 @cache
-def _aliases() -> dict[str, str]:
-    """Every other spelling, and the key it means."""
+def alias_names() -> dict[str, str]:
+    """Every other spelling of a key, dotted where it stands in a group, and the key it means."""
     aliases = {alias: key.name for key in keys_by_name().values() for alias in key.aliases}
     assert not aliases.keys() & keys_by_name().keys(), "an alias is the name of a key"
     return aliases

@@ -14,8 +14,8 @@ from distill.config.spelling import (
     STUDENT,
     Trail,
     canonical,
+    component,
     holds_options,
-    is_component,
     is_group,
     with_absolute_references,
 )
@@ -66,7 +66,7 @@ def _leaves(
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The values of keys, each with its place in the document. ``$schema`` is for editors."""
     spelled = (*package, *inner)
-    if inner == ("$schema",) or (value is None and is_group(spelled) and not is_component(spelled)):
+    if inner == ("$schema",) or (value is None and is_group(spelled) and not component(spelled)):
         return
     if spelled and isinstance(value, str) and spelled in ((STUDENT,), ("model",)):
         document.lines[*inner, "_name"] = document.lines[inner]
@@ -74,7 +74,7 @@ def _leaves(
     elif isinstance(value, dict) and _is_inner_node(spelled, value):
         for name, item in value.items():
             yield from _leaves(document, path, (*inner, name), item, package)
-    elif is_group(spelled) and not is_component(spelled):
+    elif is_group(spelled) and not component(spelled):
         kind = "section" if spelled[0] in Config.model_fields else "group"
         said = f"{path}:{document.lines[inner]}: {said_name(spelled)}"
         raise InputError(f"{said}: is a {kind}, must be an object of keys and values")
@@ -85,8 +85,9 @@ def _leaves(
 def _is_inner_node(spelled: Trail, value: dict[str, Any]) -> bool:
     if not spelled:
         return True
-    if is_component(spelled):
-        return holds_options(spelled, value)
+    key = component(spelled)
+    if key:
+        return holds_options(key, value)
     return is_group(spelled) or (spelled[0] in FREE and bool(value))
 
 
