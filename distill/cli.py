@@ -20,13 +20,16 @@ from distill.config import (
     Config,
     LoadedConfig,
     RunOptions,
+    explain,
     keys_by_section,
     load_with_origins,
     section_model,
     show,
+    suggest,
     value_text,
 )
 from distill.errors import DistillError, InputError, machine_failed
+from distill.sweep import read_row, sweep_points, sweep_table
 
 _EXIT_MACHINE, _EXIT_INTERRUPTED, _EXIT_PIPE = 3, 130, 141
 _ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        _execute(parse(words))
+        if "-m" in words:
+            _sweep(words)
+        else:
+            _execute(parse(words))
         return 0
     except _ReaderIsGone:
         return _EXIT_PIPE
@@ -78,11 +84,14 @@ def _execute(command: Command) -> None:
     if "--version" in command.switches:
         _say(f"distill {__version__}\n")
         return
+    if "--explain" in command.options:
+        _say(explain(command.options["--explain"]))
+        return
     if command.verb == "init-student":
         _init_student(command)
         return
     verb = command.verb or "run"
-    loaded = load_with_origins(_config_path(command), command.settings)
+    loaded = _load(command)
     if verb == "config":
         _say(_resolved(loaded))
         return
@@ -91,6 +100,31 @@ def _execute(command: Command) -> None:
     options = RunOptions(**{name: f"--{name}" in given for name in ("fresh", "resume", "prune", "yes")})
     with _termination_as_interrupt():
         _command(verb, command.options)(loaded.config, options)
+
+
+def _sweep(words: Sequence[str]) -> None:
+    """One run after the other, and a table of them: also of those before one that fails."""
+    points = sweep_points(words)
+    commands = [(point.label, parse(point.words)) for point in points]
+    if commands[0][1].verb not in ("", "run", "train"):
+        raise InputError(f"-m: has no meaning for {commands[0][1].verb}, only for run and train")
+    for _, command in commands:  # a slip in the last one is better known before the first one's work
+        _load(command)
+    if "--help" in words or "--version" in words:
+        _execute(commands[0][1])
+        return
+    rows = []
+    try:
+        for number, (label, command) in enumerate(commands, 1):
+            _say(f"run {number} of {len(commands)}: {label}\n")
+            _execute(command)
+            rows.append(read_row(label, Path(_load(command).config.paths.cache_folder)))
+    finally:
+        _say(sweep_table(rows))
+
+
+def _load(command: Command) -> LoadedConfig:
+    return load_with_origins(_config_paths(command), command.settings, os.environ)
 
 
 def _command(verb: str, texts: Mapping[str, str]) -> Callable[[Config, RunOptions], None]:
@@ -164,13 +198,23 @@ def _init_student(command: Command) -> None:
     init_student(Path(command.options["--from"]).absolute(), int(layers), Path(command.options["--out"]).absolute())
 
 
-def _config_path(command: Command) -> Path:
-    if "--config" in command.options:
-        return Path(command.options["--config"])
+def _config_paths(command: Command) -> list[Path]:
+    if command.configs:
+        return [_config_path(text) for text in command.configs]
     for path in (Path("config.json"), _ROOT / "config.json"):
         if path.exists():
-            return path
+            return [path]
     raise InputError("config.json: neither here nor beside run.py; name the file with --config PATH")
+
+
+def _config_path(text: str) -> Path:
+    """The file, or what comes with the program under that name: the configuration of an example."""
+    if "." in text or "/" in text or Path(text).is_file():
+        return Path(text)
+    bundled = {path.parent.name: path for path in sorted(_ROOT.glob("examples/*/config.*"))}
+    if text not in bundled:
+        raise InputError(f"--config: neither a file nor bundled: {text}{suggest(text, bundled)}")
+    return bundled[text]
 
 
 def _resolved(loaded: LoadedConfig) -> str:

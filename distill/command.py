@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from distill.config import Config, JsonError, Key, Setting, find_key, read_json, show, suggest
+from distill.config import NUMBER, Config, Key, Override, Setting, find_key, key_value, other_names, show, suggest
 from distill.errors import InputError
 
 VERBS = {
@@ -31,6 +30,7 @@ VERBS = {
 }
 LATER_VERBS = ("report",)
 SWITCHES = {
+    "-m": "sweep: one run for each combination of the values in key=a,b pairs, and a table at the end",
     "--fresh": "set the state of an unfinished run aside and begin anew",
     "--resume": "go on with an unfinished run, with its old values",
     "--prune": "first remove what of the cache this run doesn't use (needs --yes)",
@@ -41,7 +41,8 @@ SWITCHES = {
 }
 # What each option takes, what it is, and the verbs that it belongs to (none: all).
 OPTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "--config": ("PATH", "the configuration file; else config.json here, else the one beside run.py", ()),
+    "--config": ("PATH", "a file, or an example's name; repeated, later over earlier; else config.json", ()),
+    "--explain": ("KEY", "print what a key is, and do nothing else", ()),
     "--from": ("PATH", "init-student: the teacher's folder; import: the file", ("init-student", "import")),
     "--layers": ("N", "init-student: how many layers to keep", ("init-student",)),
     "--out": ("PATH", "init-student: the folder to make; export: a folder, or a .h5 file", ("init-student", "export")),
@@ -59,16 +60,19 @@ _SWITCH_VERBS = {
 }
 
 _STUDENT_OPTIONS = ("--from", "--layers", "--out")
-_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_PAIR = re.compile(r"(~|\+{0,2})([A-Za-z_$][\w./-]*)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass
 class Command:
-    """What the words ask for. ``options`` has the text of each of OPTIONS that was given."""
+    """What the words ask for.
+
+    ``configs`` are the files, in order; ``options`` has the text of each other of OPTIONS that was given.
+    """
 
     verb: str = ""
-    settings: list[Setting] = field(default_factory=list)
+    configs: list[str] = field(default_factory=list)
+    settings: list[Setting | Override] = field(default_factory=list)
     switches: set[str] = field(default_factory=set)
     options: dict[str, str] = field(default_factory=dict)
 
@@ -84,8 +88,8 @@ def parse(words: Sequence[str]) -> Command:
         name, equals, text = word.partition("=")
         if word.startswith("-"):
             _take_flag(command, name, text if equals else None, rest)
-        elif equals:
-            command.settings.append(_setting(find_key(name, name), text, said=name))
+        elif equals or word.startswith("~"):
+            command.settings.append(_pair(word))
         else:
             _take_verb(command, word)
     _check_combination(command)
@@ -110,6 +114,8 @@ def _take_flag(command: Command, flag: str, text: str | None, rest: deque[str]) 
         command.switches.add(flag)
     elif flag in _negations():
         command.settings.append(_setting(_negations()[flag], "false", said=flag))
+    elif flag == "--config":
+        command.configs.append(text or _value_word(flag, rest if text is None else deque()))
     elif flag in OPTIONS:
         command.options[flag] = text or _value_word(flag, rest if text is None else deque())
     elif flag in _flags():
@@ -117,6 +123,9 @@ def _take_flag(command: Command, flag: str, text: str | None, rest: deque[str]) 
         if text is None:
             text = _boolean_word(rest) if "boolean" in key.types else _value_word(flag, rest)
         command.settings.append(_setting(key, text, said=flag))
+    elif flag.removeprefix("--") in other_names() and flag.startswith("--"):
+        value = _value_word(flag, rest) if text is None else text
+        command.settings.append(Override(flag.removeprefix("--"), value, flag, "set", Path.cwd()))
     else:
         _refuse_flag(flag)
 
@@ -129,7 +138,7 @@ def _refuse_flag(flag: str) -> None:
 
 
 def _value_word(flag: str, rest: deque[str]) -> str:
-    if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
+    if not rest or (rest[0].startswith("-") and not NUMBER.fullmatch(rest[0])):
         raise InputError(f"{flag}: needs a value (one that begins with a dash is written {flag}=-VALUE)")
     return rest.popleft()
 
@@ -143,19 +152,22 @@ def _boolean_word(rest: deque[str]) -> str:
 
 def _setting(key: Key, text: str, *, said: str) -> Setting:
     """The value that ``text`` stands for. What fits no type of the key stays text, and is refused with the file's."""
-    value: Any = text
-    if text == "null":
-        value = None
-    elif "boolean" in key.types:
-        value = _BOOLEANS.get(text.lower(), text)
-    elif key.types & {"integer", "number"} and _NUMBER.fullmatch(text):
-        value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else float(text)
-    elif key.types & {"array", "object"} and ("string" not in key.types or text.startswith(("[", "{"))):
-        try:
-            value = read_json(text).value
-        except JsonError as error:
-            raise InputError(f"{said}: must be {key.describe()} in JSON: {error.problem} ({error.where})") from None
-    return Setting(key.name, value, said=said, origin="command line", folder=Path.cwd())
+    return Setting(key.name, key_value(key, text, said), said=said, origin="command line", folder=Path.cwd())
+
+
+def _pair(word: str) -> Setting | Override:
+    """A word KEY=VALUE, +KEY=VALUE or ~KEY. A key may have its section before it; other dotted names come later."""
+    match = _PAIR.fullmatch(word)
+    if match is None:
+        raise InputError(f"{word}: is neither a verb, a flag nor key=value")
+    sign, name, text = match[1], match[2], match[3]
+    if sign == "~":
+        return Override(name, "", f"~{name}", "delete", Path.cwd())
+    section, _, inner = name.rpartition(".")
+    key = next((key for key in _flags().values() if key.name == inner and section in ("", key.section)), None)
+    if key is not None and sign != "+":
+        return _setting(key, text, said=name)
+    return Override(name, text, f"{sign}{name}", "add" if sign == "+" else "set", Path.cwd())
 
 
 def _check_combination(command: Command) -> None:
@@ -166,7 +178,7 @@ def _check_combination(command: Command) -> None:
             raise InputError(f"{switch}: has no meaning for {verb}, only for {_and(verbs)}")
     if {"--fresh", "--resume"} <= command.switches:
         raise InputError("--fresh: contradicts --resume; give one of them")
-    told = {setting.key: setting for setting in command.settings}
+    told = {setting.key: setting for setting in command.settings if isinstance(setting, Setting)}
     if "save_topK" in told and told["save_topK"].value is not None:
         top_k, enable = told["save_topK"], told.get("enable_topK")
         if enable is None:

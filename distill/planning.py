@@ -215,7 +215,7 @@ def describe_cost(job: Job, works: Sequence[Work]) -> Iterator[str]:
     room = cap - used - expected_bytes([work for work in works if work.split != "train"])
     targets = sum(work.missing_targets for work in train)
     parts = math.ceil(expected_bytes(train) / room) if room > 0 else 0
-    epochs = job.config.training.num_epochs
+    epochs = job_steps(job).num_epochs
     if not parts:
         yield "the cap has no room for any part of the training text beside the validation records"
         return

@@ -88,7 +88,7 @@ class Rounds:
             order=base_order(len(self._plan.units), config.training.data_order, config.pipeline.seed),
             ends=tuple(self._journal.ends),
             units_per_step=self._plan.units_per_step,
-            num_epochs=config.training.num_epochs,
+            num_epochs=self._plan.num_epochs,
             epochs_per_round=config.cache.epochs_per_round,
         )
         self._overlaps = _overlaps(job)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import FrameType
 
 import numpy as np
@@ -316,17 +316,21 @@ def plan_steps(
     Packed rows are as long as the longest sample: a batch takes no more memory than one of the longest, padded.
     """
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
-    return StepPlan(
+    once = StepPlan(
         lengths=lengths,
         batch_size=config.batch_size,
         grad_accum_batches=config.grad_accum_batches,
-        num_epochs=config.num_epochs,
+        num_epochs=1,
         data_order=config.data_order,
         seed=seed,
-        segments=segments,
         max_tokens=config.max_tokens_per_batch,
         row_tokens=int(lengths.max()) if config.packing else None,
     )
+    epochs = config.num_epochs
+    if epochs == "auto":
+        assert config.max_steps is not None, "the configuration's rules see to it"
+        epochs = -(-config.max_steps // once.total_steps)
+    return replace(once, num_epochs=epochs, segments=segments)
 
 
 def total_steps(config: Training, plan: StepPlan) -> int:

@@ -117,6 +117,16 @@ KEYS: dict[str, tuple[str, str | None, object]] = {
     "freeze_layers": ("-fl", "result", []),
     "add_bos": ("", "result", None),
     "prompt_format": ("", "result", None),
+    "debug_run": ("", None, False),
+    "eval_table_size": ("", None, 0),
+    "eval_max_new_tokens": ("", None, 128),
+    "special_tokens": ("", "result", {}),
+    "resize_token_embeddings_to_32x": ("", "result", False),
+    "tokenizer_config": ("", "result", None),
+    "deepspeed": ("", None, None),
+    "fsdp": ("", None, None),
+    "fsdp_config": ("", None, None),
+    "plugins": ("", None, []),
 }
 
 # The ancestor's parameters, as its page lists them.
@@ -270,7 +280,7 @@ def test_overrides_win_and_origins_say_so(tmp_path: Path) -> None:
     path = write(tmp_path, '{\n"lr": 0.5,\n"training": {\n"batch_size": 8, "loss": null}}')
     batch, rate = (Setting(key, value, said=key, origin="command line", folder=tmp_path) for key, value in
                    (("batch_size", 16), ("lr", None)))  # fmt: skip
-    loaded = load_with_origins(path, [batch])
+    loaded = load_with_origins([path], [batch])
     assert loaded.config.training.batch_size == 16
     assert loaded.origins["batch_size"] == "command line"
     assert loaded.origins["lr"] == f"{path}:2"

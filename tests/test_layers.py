@@ -39,7 +39,7 @@ LAYERS = [
     {"planning"},
     {"filling", "pruning", "rebase", "cacheverbs", "allowance"},
     {"rounds"},
-    {"pipeline", "command"},
+    {"pipeline", "command", "sweep"},
     {"cli"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}

@@ -1,68 +1,113 @@
-"""Configuration files: JSON, flat or in sections, every value with the line it stands on."""
+"""A configuration from files, the environment and overrides: what counts more comes later."""
 
-import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from distill.config.reader import Document, JsonError, read_json
-from distill.config.root import Config, LoadedConfig, Setting, find_key, resolve
+from distill.config.components import settings_of
+from distill.config.compose import Choice, Composer, find_file, group_name
+from distill.config.interpolate import resolve_references
+from distill.config.keys import suggest
+from distill.config.root import Config, LoadedConfig, Setting, keys_by_name, resolve
+from distill.config.spelling import Trail, canonical, with_absolute_references
+from distill.config.tree import Entry, Tree
+from distill.config.words import key_value, value_of_text
 from distill.errors import InputError
 
+ENVIRONMENT = "DISTILL_"
+# Groups that need no file of their own for a choice: the name says it.
+_NAMED_GROUPS = ("student", "model", "loggers")
 
-def load_config(path: Path, overrides: Sequence[Setting] = ()) -> Config:
+
+@dataclass(frozen=True)
+class Override:
+    """A word NAME=VALUE of the command line whose name isn't simply a key: dotted, a group, +NAME=VALUE or ~NAME."""
+
+    name: str
+    text: str
+    said: str
+    how: Literal["set", "add", "delete"]
+    folder: Path
+
+    @property
+    def trail(self) -> Trail:
+        """The name's parts."""
+        return tuple(self.name.split("."))
+
+
+def load_config(path: Path, overrides: Sequence[Setting | Override] = ()) -> Config:
     """The configuration in the file ``path``; what ``overrides`` say counts more.
 
-    Raises InputError ``FILE:LINE: KEY: problem``, ``FILE:LINE:COLUMN: problem`` for what is not JSON.
+    Raises InputError ``FILE:LINE: KEY: problem``, ``FILE:LINE:COLUMN: problem`` for what is neither JSON nor YAML.
     """
-    return load_with_origins(path, overrides).config
+    return load_with_origins([path], overrides).config
 
 
-def load_with_origins(path: Path, overrides: Sequence[Setting] = ()) -> LoadedConfig:
-    """As ``load_config``, and where each value comes from."""
-    folder = path.absolute().parent
-    return resolve([*_settings(_read(path), path, folder), *overrides], folder)
+def load_with_origins(
+    paths: Sequence[Path], overrides: Sequence[Setting | Override] = (), environment: Mapping[str, str] | None = None
+) -> LoadedConfig:
+    """As ``load_config``, of several files, later over earlier, and where each value comes from.
+
+    ``environment`` counts more than files, less than ``overrides``: DISTILL_LR is ``lr``.
+    """
+    folder = paths[0].absolute().parent
+    choices, words = _sorted(overrides, folder)
+    composer, tree = Composer(choices), Tree()
+    for path in paths:
+        for entry in composer.file(path):
+            tree.put(entry)
+    for entry in (*composer.left_over(), *_environment(environment or {}, composer.layer + 1)):
+        tree.put(entry)
+    for word in words:
+        _apply(word, tree, layer=composer.layer + 2)
+    return resolve(settings_of(resolve_references(tree)), folder)
 
 
-def _read(path: Path) -> Document:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise  # the disk's fault, not the user's
-        raise InputError(f"{path}: cannot be read ({error.strerror}); name the file with --config PATH") from None
-    try:
-        return read_json(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: is not UTF-8 text; save it as UTF-8") from None
-    except JsonError as error:
-        raise InputError(f"{path}:{error.where}: {error.problem}") from None
+def _sorted(words: Sequence[Setting | Override], folder: Path) -> tuple[dict[str, Choice], list[Setting | Override]]:
+    """The choices of groups among ``words``, and the rest. A key's value is a choice where there is such a file."""
+    choices: dict[str, Choice] = {}
+    rest: list[Setting | Override] = []
+    for word in words:
+        if isinstance(word, Setting):
+            name, text, is_set = word.key, word.value, word.origin == "command line"
+            named = False
+        else:
+            name, text, is_set = word.name, word.text, word.how == "set"
+            named = name in _NAMED_GROUPS or "/" in name or (folder / name).is_dir()
+        if is_set and isinstance(text, str) and (named or (text and find_file(f"{name}/{text}", folder) is not None)):
+            choices[group_name(name)] = Choice(text, word.said, folder)
+        else:
+            rest.append(word)
+    return choices, rest
 
 
-def _settings(document: Document, path: Path, folder: Path) -> Iterator[Setting]:
-    """Flatten the document. A key may stand at the top or in its section, but only once."""
-    if not isinstance(document.value, dict):
-        raise InputError(f"{path}:1: must be an object of keys and values")
-    seen: dict[str, int] = {}
-    for trail, value in _members(document, path):
-        name, line = trail[-1], document.lines[trail]
-        said = f"{path}:{line}: {name}"
-        section = find_key(name, said, more=tuple(Config.model_fields)).section
-        if trail[:-1] not in ((), (section,)):
-            raise InputError(f"{said}: belongs in the section {section!r}, not {trail[0]!r}")
-        if name in seen:
-            raise InputError(f"{said}: given twice, first on line {seen[name]}")
-        seen[name] = line
-        yield Setting(name, value, said=said, origin=f"{path}:{line}", folder=folder)
+def _apply(word: Setting | Override, tree: Tree, layer: int) -> None:
+    """Lay one word over the tree."""
+    if isinstance(word, Setting):
+        spelled: Trail = (word.key,)
+        trail, value = spelled, word.value
+    else:
+        spelled, trail = word.trail, canonical(word.trail, word.said)
+        if word.how == "delete":
+            tree.delete(trail, word.said)
+            return
+        if word.how == "add":
+            tree.check_new(trail, word.said)
+        else:
+            tree.check_known(trail, word.said)
+        value = value_of_text(trail, word.text, word.said)
+    origin = word.origin if isinstance(word, Setting) else "command line"
+    value = with_absolute_references(value, spelled)
+    tree.put(Entry(trail, value, word.said, origin, word.folder, layer, spelled))
 
 
-def _members(document: Document, path: Path) -> Iterator[tuple[tuple[str, ...], object]]:
-    """The keys at the top and in the sections, each with its trail. ``$schema`` is for editors."""
-    for name, value in document.value.items():
-        said = f"{path}:{document.lines[name,]}: {name}"
-        if name in Config.model_fields and isinstance(value, dict):
-            yield from (((name, inner), item) for inner, item in value.items())
-        elif name in Config.model_fields and value is not None:
-            raise InputError(f"{said}: is a section, must be an object of keys and values")
-        elif name not in Config.model_fields and name != "$schema":
-            yield (name,), value
+def _environment(environment: Mapping[str, str], layer: int) -> Iterator[Entry]:
+    known = {f"{ENVIRONMENT}{name.upper()}": key for name, key in keys_by_name().items()}
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT):
+            if name not in known:
+                raise InputError(f"{name}: unknown key, in the environment{suggest(name, known)}")
+            key = known[name]
+            value = with_absolute_references(key_value(key, environment[name], name), ())
+            yield Entry((key.name,), value, name, "environment", Path.cwd(), layer, (key.name,))

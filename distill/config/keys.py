@@ -37,13 +37,18 @@ def key(
     flag: str = "",
     decides: Decides | None = None,
     available: tuple[object, ...] = (),
+    aliases: tuple[str, ...] = (),
+    inverse: str = "",
 ) -> Any:
     """Declare a key of a section in one line: its annotation gives the type and range, this the rest.
 
     ``flag`` is the short flag. ``decides`` says what a changed value makes different: the teacher's records ("layer"),
     the trained student ("result"), or nothing. ``available``, where not empty, lists the only values that work as yet.
+    ``aliases`` are other spellings, dotted where they stand in a group ("optimizer.lr"). ``inverse`` is a
+    name under which the value's reciprocal may be given instead.
     """
     extra: dict[str, Any] = {"unit": unit, "flag": flag, "decides": decides, "available": available}
+    extra |= {"aliases": aliases, "inverse": inverse}
     return Field(default, description=doc, json_schema_extra=extra)
 
 
@@ -80,6 +85,8 @@ class Key:
     flag: str
     decides: Decides | None
     available: tuple[object, ...]
+    aliases: tuple[str, ...]
+    inverse: str
     default: Any
     schema: dict[str, Any]
 
@@ -110,9 +117,10 @@ def section_keys(name: str, section: type[Section]) -> list[Key]:
     """The keys that ``section`` declares, in the order of their declaration."""
     keys = []
     for field, schema in section.model_json_schema()["properties"].items():
-        told = {part: schema.pop(part) for part in ("unit", "flag", "decides", "default")}
-        doc, available, _ = (schema.pop(part) for part in ("description", "available", "title"))
-        keys.append(Key(name=field, section=name, doc=doc, available=tuple(available), schema=schema, **told))
+        told = {part: schema.pop(part) for part in ("unit", "flag", "decides", "default", "inverse")}
+        doc, _ = schema.pop("description"), schema.pop("title")
+        lists = {part: tuple(schema.pop(part)) for part in ("available", "aliases")}
+        keys.append(Key(name=field, section=name, doc=doc, schema=schema, **told | lists))
     return keys
 
 

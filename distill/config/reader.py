@@ -1,7 +1,7 @@
 """A strict JSON reader that knows on which line each key stands.
 
 The standard library's decoder reads the strings and numbers; objects and arrays are walked here, because only so a
-duplicate key, a comment or a stray comma can be refused with its place.
+duplicate key or a stray comma can be refused with its place, and comments be stepped over where people write by hand.
 """
 
 import json
@@ -17,11 +17,12 @@ Trail = tuple[str | int, ...]
 
 _MAX_DEPTH = 64
 _SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE_AND_COMMENTS = re.compile(r"(?:[ \t\r\n]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _SCALARS = json.JSONDecoder()
 
 
-class JsonError(ValueError):
-    """Text that isn't JSON, or that two readers could take differently.
+class ParseError(ValueError):
+    """Text that can't be read, or that two readers could take differently.
 
     ``where`` is LINE or LINE:COLUMN (from 1); ``problem`` says what is wrong, after the key where one is known.
     """
@@ -29,6 +30,10 @@ class JsonError(ValueError):
     def __init__(self, where: str, problem: str) -> None:
         super().__init__(f"{where}: {problem}")
         self.where, self.problem = where, problem
+
+
+class JsonError(ParseError):
+    """Text that isn't JSON."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,12 @@ class Document:
     lines: dict[Trail, int]
 
 
-def read_json(text: str) -> Document:
-    """Read one JSON value that fills ``text``. Raises JsonError, also for duplicate keys and for NaN and infinities."""
-    reader = _Reader(text)
+def read_json(text: str, *, by_hand: bool = False) -> Document:
+    """Read one JSON value that fills ``text``. Raises JsonError, also for duplicate keys and for NaN and infinities.
+
+    ``by_hand`` accepts comments (//, #, /* */) and a comma after the last element, as people leave them in files.
+    """
+    reader = _Reader(text, by_hand)
     value = reader.value(())
     if reader.peek():
         reader.fail("expected the end of the text")
@@ -51,8 +59,9 @@ def read_json(text: str) -> Document:
 class _Reader:
     """Recursive descent over ``text``; ``at`` is the offset of the next character."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, by_hand: bool) -> None:
         self.text = text
+        self.by_hand = by_hand
         self.at = 0
         self.lines: dict[Trail, int] = {}
 
@@ -91,6 +100,8 @@ class _Reader:
                 comma = self.at
                 self.at += 1
                 if self.peek() == closing:
+                    if self.by_hand:
+                        break
                     self.fail(f"a comma may not stand before '{closing}'", comma)
                 yield
             if self.peek() != closing:
@@ -123,11 +134,11 @@ class _Reader:
 
     def peek(self) -> str:
         """Skip white space and return the next character, "" at the end."""
-        space = _SPACE.match(self.text, self.at)
+        space = (_SPACE_AND_COMMENTS if self.by_hand else _SPACE).match(self.text, self.at)
         assert space is not None, "the pattern matches the empty string"
         self.at = space.end()
         if self.text.startswith(("//", "/*", "#"), self.at):
-            self.fail("JSON has no comments")
+            self.fail("a comment without its end (*/)" if self.by_hand else "JSON has no comments")
         return self.text[self.at : self.at + 1]
 
     def line(self, at: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from distill.config.extra import Extra
 from distill.config.keys import STRICT, Decides, Key, Section, section_keys, show, suggest
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
@@ -71,6 +72,7 @@ class Config(BaseModel):
     collection: Collection = Collection()
     training: Training = Training()
     student: Student = Student()
+    extra: Extra = Extra()
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -80,7 +82,7 @@ class Config(BaseModel):
         _check_loss(training)
         _check_adapters(training, self.student)
         _check_student_place(self.paths, training)
-        _check_observations(training)
+        _check_times(training)
         return self
 
     @classmethod
@@ -96,7 +98,7 @@ class Config(BaseModel):
     @classmethod
     def keys(cls) -> tuple[Key, ...]:
         """What is declared about every key, in order."""
-        return tuple(_keys().values())
+        return tuple(keys_by_name().values())
 
     def flat(self) -> dict[str, Any]:
         """Every key with its value as JSON has it (lists, not tuples), in order."""
@@ -113,7 +115,7 @@ class Config(BaseModel):
 
     def dump(self) -> str:
         """The whole configuration as a JSON text that loads to an equal one."""
-        return json.dumps(self.flat(), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(_without_references(self.flat()), indent=2, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,15 @@ class LoadedConfig:
 
     config: Config
     origins: Mapping[str, str]
+
+
+def _without_references(value: Any) -> Any:
+    """``value`` with its texts so written that a file's ``${`` is read as just that."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, list):
+        return [_without_references(item) for item in value]
+    return {name: _without_references(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def section_model(name: str) -> type[Section]:
@@ -133,10 +144,10 @@ def section_model(name: str) -> type[Section]:
 
 def find_key(name: str, said: str, more: tuple[str, ...] = ()) -> Key:
     """The key of that name. Raises InputError that says ``said`` and the nearest key or a word in ``more``."""
-    if name not in _keys():
-        hint = suggest(name, [*_keys(), *more]) or "; `python run.py --help` lists all"
+    if name not in keys_by_name():
+        hint = suggest(name, [*keys_by_name(), *more]) or "; `python run.py --help` lists all"
         raise InputError(f"{said}: unknown key{hint}")
-    return _keys()[name]
+    return keys_by_name()[name]
 
 
 def resolve(settings: Iterable[Setting], folder: Path) -> LoadedConfig:
@@ -153,18 +164,18 @@ def resolve(settings: Iterable[Setting], folder: Path) -> LoadedConfig:
         if setting.value is None:
             del given[name]
         else:
-            nested[_keys()[name].section][name] = _plain(setting)
+            nested[keys_by_name()[name].section][name] = _plain(setting)
     try:
         # JSON rather than Python mode: only there is a list, as files have it, a strict tuple.
         config = Config.model_validate_json(json.dumps(nested))
     except ValidationError as error:
         raise InputError(_message(error, given)) from None
-    origins = {key.name: given[key.name].origin if key.name in given else "default" for key in _keys().values()}
+    origins = {key.name: given[key.name].origin if key.name in given else "default" for key in keys_by_name().values()}
     return LoadedConfig(_with_absolute_paths(config, given, folder), origins)
 
 
 @functools.cache
-def _keys() -> dict[str, Key]:
+def keys_by_name() -> dict[str, Key]:
     """Every key by name. No two sections share a name, so files and flags are flat."""
     keys = [key for name in Config.model_fields for key in section_keys(name, section_model(name))]
     assert len({key.name for key in keys}) == len(keys), "a key is declared in two sections"
@@ -225,8 +236,10 @@ def _check_adapters(training: Training, student: Student) -> None:
         raise _broken_rule("freeze_layers", "adapters leave all of the student as it is; choose lora_targets")
 
 
-def _check_observations(training: Training) -> None:
-    """What looks at validations, or at students on the way, has some to look at."""
+def _check_times(training: Training) -> None:
+    """How long it takes; and what looks at validations, or at students on the way, has some to look at."""
+    if training.num_epochs == "auto" and training.max_steps is None:
+        raise _broken_rule("num_epochs", "auto needs max_steps")
     if not training.validate_every_n_epochs:
         if training.lr_scheduler in ("reduce_lr_on_plateau", "greedy"):
             told = f"{training.lr_scheduler} looks at validations; set validate_every_n_epochs above 0"
@@ -265,7 +278,7 @@ def _message(invalid: ValidationError, given: Mapping[str, Setting]) -> str:
     else:
         name = str(errors[0]["loc"][1])
         problems = [_problem(error) for error in errors if error["loc"][1] == name]
-        problem = next(filter(None, problems), _wrong_type(_keys()[name], given[name].value))
+        problem = next(filter(None, problems), _wrong_type(keys_by_name()[name], given[name].value))
     return f"{given[name].said if name in given else name}: {problem}"
 
 

@@ -1,56 +1,28 @@
 """Every key, declared once: its section, type, range, default, unit, doc, short flag, and what it decides."""
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from distill.config.keys import MAX_INT, Section, key, show
-from distill.config.values import memory_by_device, path_text, student_init
-
-Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-LossName = Literal["kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "ab", "ce"]
-Tail = Literal["bucket", "renormalise", "drop", "to_target"]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-
-PROMPT_PARTS = ("SYS_START", "SYS_END", "USER_START", "USER_END", "ASSISTANT_START", "ASSISTANT_END")
-
-
-def _device_name(name: str) -> str:
-    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
-        raise ValueError(f'must be "cpu", "cuda", "cuda:N" or "mps", not {show(name)}')
-    return name
-
-
-def _prompt_parts(parts: dict[str, str]) -> dict[str, str]:
-    """Exactly the six parts, in order. Backslash-n and backslash-t as two characters mean the one they stand for."""
-    for name in (*PROMPT_PARTS, *parts):
-        if name not in parts:
-            raise ValueError(f"{name} is missing (needed: {', '.join(PROMPT_PARTS)})")
-        if name not in PROMPT_PARTS:
-            raise ValueError(f"{name!a} is not a part of a prompt format (parts: {', '.join(PROMPT_PARTS)})")
-    return {name: parts[name].replace("\\n", "\n").replace("\\t", "\t") for name in PROMPT_PARTS}
-
-
-PathText = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), AfterValidator(path_text)]
-PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1)]
-Device = Annotated[str, AfterValidator(_device_name)]
-MemoryByDevice = Annotated[dict[str, str], AfterValidator(memory_by_device)]
-StudentInit = Annotated[dict[str, Any], AfterValidator(student_init)]
-PromptFormat = Annotated[dict[str, str], AfterValidator(_prompt_parts)]
-
-Optimizer = Literal[
-    "adam", "adamw", "adamw8bit", "adamw32bit", "paged_adamw", "paged_adamw8bit", "paged_adamw32bit",
-    "sgd", "rmsprop", "rmsprop8bit", "rmsprop32bit", "adagrad",
-]  # fmt: skip
-# wsd is ours, the others are the names of transformers' get_scheduler.
-Scheduler = Literal[
-    "wsd", "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
-]  # fmt: skip
+from distill.config.keys import MAX_INT, Section, key
+from distill.config.kinds import (
+    PROMPT_PARTS,
+    Count,
+    Device,
+    LossName,
+    MemoryByDevice,
+    Momentum,
+    Natural,
+    NonNegative,
+    Optimizer,
+    PathText,
+    PathTexts,
+    Positive,
+    PromptFormat,
+    Scheduler,
+    StudentInit,
+    Tail,
+)
 
 
 class Paths(Section):
@@ -190,11 +162,28 @@ class Training(Section):
 
     title: ClassVar = "Training Settings"
 
-    num_epochs: Count = key(1, "Times that the training text is seen.", unit="epochs", flag="-ne", decides="result")
-    max_steps: Count | None = key(
-        None, "Most optimizer steps, for which the schedule is made; null takes all.", unit="steps", decides="result"
+    num_epochs: Count | Literal["auto"] = key(
+        1,
+        "Times that the training text is seen; auto is as many as max_steps takes.",
+        unit="epochs",
+        flag="-ne",
+        decides="result",
     )
-    num_warmup_steps: Natural = key(0, "Warm-up of the learning rate.", unit="steps", flag="-nws", decides="result")
+    max_steps: Count | None = key(
+        None,
+        "Most optimizer steps, for which the schedule is made; null takes all.",
+        unit="steps",
+        decides="result",
+        aliases=("optimization.iterations",),
+    )
+    num_warmup_steps: Natural = key(
+        0,
+        "Warm-up of the learning rate.",
+        unit="steps",
+        flag="-nws",
+        decides="result",
+        aliases=("warmup_steps", "lr_scheduler.warmup_steps", "lr_scheduler.num_warmup_steps"),
+    )
     batch_size: Count = key(
         4,
         "Size of a micro-batch where max_tokens_per_batch is null; with packing its rows.",
@@ -213,44 +202,67 @@ class Training(Section):
         "Fill rows up to the longest sample's length with other samples, unseen by each other, instead of padding.",
         decides="result",
     )
-    grad_accum_batches: Count = key(1, "Micro-batches in a step.", flag="-g", decides="result")
+    grad_accum_batches: Count = key(
+        1,
+        "Micro-batches in a step.",
+        flag="-g",
+        decides="result",
+        aliases=("optimization.acc_steps",),
+    )
     student_device: Device | None = key(None, "Device of the student where that isn't device.")
     grad_checkpointing: bool = key(False, "Save memory by computing activations again in the backward pass.")
     loss: LossName | dict[LossName, NonNegative] = key(
         "kl",
         "What is learned of the teacher's distribution, or ce of the text alone; an object mixes several by weight.",
         decides="result",
+        aliases=("criterion",),
     )
     tail: Tail = key(
         "bucket",
         "Mass outside the kept ids: one outcome more (bucket), as if there were none (renormalise), or, of kl alone,"
         " left out (drop) or given to the real token (to_target).",
         decides="result",
+        aliases=("loss.tail",),
     )
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = key(
-        0.5, "Weight of the teacher in jsd's mixture.", decides="result"
+        0.5, "Weight of the teacher in jsd's mixture.", decides="result", aliases=("loss.jsd_beta",)
     )
     skew_alpha: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.1, "Part of the first distribution in the second one of the skewed losses.", decides="result"
+        0.1,
+        "Part of the first distribution in the second one of the skewed losses.",
+        decides="result",
+        aliases=("loss.skew_alpha",),
     )
-    ab_alpha: NonNegative = key(0.2, "Exponent of the teacher in ab.", decides="result")
-    ab_beta: NonNegative = key(0.7, "Exponent of the student in ab.", decides="result")
+    ab_alpha: NonNegative = key(0.2, "Exponent of the teacher in ab.", decides="result", aliases=("loss.ab_alpha",))
+    ab_beta: NonNegative = key(0.7, "Exponent of the student in ab.", decides="result", aliases=("loss.ab_beta",))
     ce_weight: NonNegative = key(0.0, "Weight of the text's cross-entropy, added to the loss.", decides="result")
     ce_below_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = key(
         0.0,
         "Part of the targets, those where the teacher is surest, that learn the text alone; reads the cache once more.",
         decides="result",
     )
-    temperature: Positive = key(1.0, "Temperature of the distillation loss.", flag="-t", decides="result")
-    lr: Positive = key(1e-5, "Highest learning rate.", flag="-lr", decides="result")
-    final_lr: NonNegative = key(0.0, "Learning rate of the last step of wsd.", decides="result")
+    temperature: Positive = key(
+        1.0, "Temperature of the distillation loss.", flag="-t", decides="result", aliases=("loss.temperature",)
+    )
+    lr: Positive = key(1e-5, "Highest learning rate.", flag="-lr", decides="result", aliases=("optimizer.lr",))
+    final_lr: NonNegative = key(
+        0.0, "Learning rate of the last step of wsd.", decides="result", aliases=("lr_scheduler.final_lr",)
+    )
     decay_start: Annotated[float, Field(ge=0, le=1)] = key(
-        0.9, "Part of the steps after which wsd begins to decay.", decides="result"
+        0.9,
+        "Part of the steps after which wsd begins to decay.",
+        decides="result",
+        aliases=("lr_scheduler.decay_start",),
     )
     decay_form: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
-        "linear", "Curve on which wsd decays; exponential needs a final_lr above 0.", decides="result"
+        "linear",
+        "Curve on which wsd decays; exponential needs a final_lr above 0.",
+        decides="result",
+        aliases=("lr_scheduler.decay_form",),
     )
-    warmup_form: Literal["linear", "cosine"] = key("linear", "Curve on which wsd warms up.", decides="result")
+    warmup_form: Literal["linear", "cosine"] = key(
+        "linear", "Curve on which wsd warms up.", decides="result", aliases=("lr_scheduler.warmup_form",)
+    )
     alpha: NonNegative = key(
         0.0,
         "Weighs targets by ((kl / largest of the sample) + 1)^alpha; above 0 a step takes one more product with the"
@@ -258,20 +270,40 @@ class Training(Section):
         decides="result",
     )
     lr_scheduler: Scheduler = key(
-        "wsd", "Schedule of the learning rate: wsd, or a name of transformers.", decides="result"
+        "wsd",
+        "Schedule of the learning rate: wsd, or a name of transformers.",
+        decides="result",
+        aliases=("optimization.lr_scheduler",),
     )
     lr_scheduler_args: dict[str, Any] = key({}, "Further arguments of the schedule.", decides="result")
     optimizer: Optimizer = key(
-        "adamw", "Optimizer; those with bits or pages in their names are bitsandbytes'.", decides="result"
+        "adamw",
+        "Optimizer; those with bits or pages in their names are bitsandbytes'.",
+        decides="result",
+        aliases=("optimization.optimizer",),
     )
     weight_decay: NonNegative = key(
-        0.0, "Weight decay of matrices: decoupled with adamw, else part of the gradient.", decides="result"
+        0.0,
+        "Weight decay of matrices: decoupled with adamw, else part of the gradient.",
+        decides="result",
+        aliases=("optimizer.weight_decay",),
     )
-    betas: tuple[Momentum, Momentum] = key((0.9, 0.999), "Decay of Adam's two running means.", decides="result")
-    eps: Positive = key(1e-8, "Term that keeps an optimizer's quotient finite.", decides="result")
-    momentum: Momentum = key(0.0, "Momentum of sgd and rmsprop.", decides="result")
-    rmsprop_alpha: Momentum = key(0.99, "Decay of rmsprop's running mean.", decides="result")
-    max_grad_norm: NonNegative = key(1.0, "Norm to which gradients are clipped; 0 leaves them.", decides="result")
+    betas: tuple[Momentum, Momentum] = key(
+        (0.9, 0.999), "Decay of Adam's two running means.", decides="result", aliases=("optimizer.betas",)
+    )
+    eps: Positive = key(
+        1e-8, "Term that keeps an optimizer's quotient finite.", decides="result", aliases=("optimizer.eps",)
+    )
+    momentum: Momentum = key(0.0, "Momentum of sgd and rmsprop.", decides="result", aliases=("optimizer.momentum",))
+    rmsprop_alpha: Momentum = key(
+        0.99, "Decay of rmsprop's running mean.", decides="result", aliases=("optimizer.alpha",)
+    )
+    max_grad_norm: NonNegative = key(
+        1.0,
+        "Norm to which gradients are clipped; 0 leaves them.",
+        decides="result",
+        aliases=("optimization.clip_grad_norm",),
+    )
     data_order: Literal["shuffle", "sorted", "native"] = key(
         "shuffle", "Order of samples: new each epoch, by length, or as in the text.", decides="result"
     )
@@ -279,6 +311,7 @@ class Training(Section):
         "fp32",
         "Number format of the student in training; in 8bit and 4bit its weights are packed and adapters learn.",
         decides="result",
+        aliases=("optimization.amp", "optimization.amp.dtype"),
     )
     lora_rank: Count | None = key(
         None,
@@ -299,7 +332,7 @@ class Training(Section):
         decides="result",
     )
     validate_every_n_epochs: NonNegative = key(
-        1.0, "Time between validations; 0 = only before and after.", unit="epochs"
+        1.0, "Time between validations; 0 = only before and after.", unit="epochs", inverse="evals_per_epoch"
     )
     early_stop_patience: Natural = key(
         0,
@@ -308,7 +341,7 @@ class Training(Section):
         decides="result",
     )
     save_student_every_n_epochs: NonNegative = key(
-        0.0, "Time between exports of the student; 0 = only at the end.", unit="epochs"
+        0.0, "Time between exports of the student; 0 = only at the end.", unit="epochs", inverse="saves_per_epoch"
     )
     keep_students: Count | None = key(None, "Newest exports kept of those before the end; null keeps all.")
     save_best_student: bool = key(
