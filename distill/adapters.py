@@ -57,7 +57,11 @@ class Adapters:
         )
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(spec.seed)
-            self._wrapped: PeftModel = get_peft_model(model, config)
+            try:
+                self._wrapped: PeftModel = get_peft_model(model, config)
+            except ValueError as error:
+                reason = " ".join(str(error).split())[:200]
+                raise InputError(f"lora_targets: {type(model).__name__} can't have adapters there: {reason}") from error
         self.merge_into = spec.merge_into
 
     def save(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from distill.errors import InputError
 
 # What a user is told of a model for which ``verified_head`` is None.
+NOT_CAUSAL = "sees the tokens that it is to predict; it is no causal language model"
 UNKNOWN_HEAD = "unusual output head; the model's own is used (slower, more memory)"
 
 # Attributes of transformers' configurations that act on the logits (or, for some, on the hidden states just before).
@@ -180,6 +181,25 @@ def runs_in_chunks(model: PreTrainedModel, token_ids: Tensor) -> bool:
         return False
     error = (torch.cat(chunks, 1) - whole).float().abs().max()
     return bool(error <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.float().abs().max())
+
+
+@torch.no_grad()
+def is_causal(model: PreTrainedModel, token_ids: Tensor) -> bool:
+    """Whether what follows a position changes nothing there, as all that is done without an attention mask relies on.
+
+    token_ids: int64 [1, L], L >= 2, a sample that is not all of one token. The model is left as it was.
+    """
+    other = token_ids.clone()
+    other[0, -1] = token_ids[0, 0]
+    was_training = model.training
+    model.train(False)
+    try:
+        logits = own_logits(model, torch.cat([token_ids, other])).float()
+    finally:
+        model.train(was_training)
+    eps = 0.01 if getattr(model, "is_loaded_in_8bit", False) else 8 * torch.finfo(model.dtype).eps
+    seen = (logits[0, :-1] - logits[1, :-1]).nan_to_num(0.0).abs().max()
+    return bool(seen <= max(1e-5, eps) * logits.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ the cache folder where ``student_init`` asks for a new one: in a folder named by
 start finds the same weights.
 """
 
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from distill.config import Config
 from distill.errors import InputError, machine_failed
-from distill.files import os_errors
+from distill.files import os_errors, remove_folder
 from distill.models import (
     config_digest,
     layer_stack,
@@ -100,7 +101,11 @@ def _made_student(config: Config, init: Mapping[str, Any]) -> Path:
     cache = Path(config.paths.cache_folder)
     folder = cache / "student" / "made" / f"{student_name(config)}-{_digest(config, init)}"
     if folder.is_dir():
-        return folder
+        try:
+            weight_files(folder)
+            return folder
+        except InputError:  # damaged since; the same is made again
+            remove_folder(folder)
     sizes = {name: init[name] for name in _SIZES if name in init}
     if "from" in init:
         keep_part(Path(init["from"]), folder, sizes, said="student_init")
@@ -150,7 +155,10 @@ def _make_random(init: Mapping[str, Any], folder: Path, sizes: Mapping[str, int]
         wanted["vocab_size"] = len(tokenizer)
     try:
         described = dict(wanted)
-        config = AutoConfig.for_model(described.pop("model_type", ""), **described)
+        model_type = described.pop("model_type", "")
+        if not isinstance(given, str):
+            _check_described(model_type, described)
+        config = AutoConfig.for_model(model_type, **described)
         config = _resized(config, sizes)
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
@@ -183,6 +191,26 @@ def _own_name(config: "PretrainedConfig", name: str, said: str) -> str:
     if not hasattr(config, own):
         raise InputError(f"{said}: a {config.model_type} has no {name}")
     return own
+
+
+def _check_described(model_type: Any, described: Mapping[str, Any]) -> None:
+    """Raises InputError for an unknown architecture, and for what it has no word for: transformers would ignore it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if model_type not in known:
+        near = difflib.get_close_matches(str(model_type), known, n=3) or ["llama", "gpt2", "qwen3"]
+        raise InputError(
+            f"student_init: model_type {model_type!r} is no causal language model of transformers; did you mean"
+            f" {' or '.join(near)}?"
+        )
+    config = AutoConfig.for_model(model_type)
+    words = {*config.to_dict(), *config.attribute_map, *config.attribute_map.values()}
+    for name in described.keys() - words:
+        near = difflib.get_close_matches(name, sorted(words), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"student_init: a {model_type} configuration has no {name!r}{hint}")
 
 
 # -- a part of a model -----------------------------------------------------------------------------------------------

@@ -192,6 +192,11 @@ def _check_readable(job: Job) -> None:
 def _check_training(job: Job, console: Console) -> None:
     """Optimizer and schedule, before any work is done; InputError if they don't fit."""
     training = job.config.training
+    if training.ce_below_entropy_quantile and len(job.teachers) > 1:
+        raise InputError(
+            "ce_below_entropy_quantile: the entropy of several teachers' average is unknown; leave it at 0, or give all"
+            " but one a weight of 0 (teacher_weights)"
+        )
     check_optimizer(
         training.optimizer,
         betas=training.betas,
@@ -256,7 +261,7 @@ class _Stage:
                 data=cached_samples(job, "train", stack, rows),
                 validation=cached_samples(job, "validation", stack),
                 plan=job_steps(job, segments),
-                paths=TrainPaths(self.state, export_folder(config), self.run.name),
+                paths=TrainPaths(self.state, export_folder(config), self.run.name, self.run.digest()),
             )
             report = trainer.run(run_folder=self.folder, tracker=tracker, console=self.console, until=until)
         del trainer, student

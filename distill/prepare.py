@@ -307,6 +307,12 @@ def _check_model(role: str, folder: Path, crop: int, context_len: int, console: 
         )
     positions = description.get("max_position_embeddings") or description.get("n_positions")
     if isinstance(positions, int) and positions < context_len:
+        # Rotary and relative positions go on behind the trained ones, learned ones end there.
+        if not any(word in name for name in description for word in ("rope", "rotary", "alibi")):
+            raise InputError(
+                f"context_len: {context_len} is beyond the {positions} positions that the {role} {folder} has; set it"
+                f" to {positions} at most"
+            )
         console.warn(f"context_len {context_len} is beyond the {role}'s {positions} positions")
 
 

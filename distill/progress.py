@@ -9,11 +9,15 @@ from distill.student import Student
 
 @dataclass(frozen=True, slots=True)
 class TrainPaths:
-    """Where a run keeps its state and puts its students: ``exports/<name>_step_<n>``, ``…_best`` and ``…_final``."""
+    """Where a run keeps its state and puts its students: ``exports/<name>_step_<n>``, ``…_best`` and ``…_final``.
+
+    ``identity`` is the digest of all that makes the run what it is: a state of another one is never gone on from.
+    """
 
     state: Path
     exports: Path
     name: str
+    identity: str = ""
 
     def export(self, what: str) -> Path:
         """The folder of an export."""

@@ -4,6 +4,7 @@
 one goes on with it if the values that decide the result are the same.
 """
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -34,6 +35,10 @@ class Run:
     identity: dict[str, str]
     name: str
     folder: str
+
+    def digest(self) -> str:
+        """Of what its result depends on."""
+        return hashlib.sha256(json.dumps([self.deciding, self.identity], sort_keys=True).encode()).hexdigest()
 
 
 def state_folder(config: Config) -> Path:

@@ -23,7 +23,7 @@ from distill.fused import (
     fused_losses,
     student_statistics,
 )
-from distill.head import UNKNOWN_HEAD, find_head, hidden_states, own_logits, packs, verified_head
+from distill.head import NOT_CAUSAL, UNKNOWN_HEAD, find_head, hidden_states, is_causal, own_logits, packs, verified_head
 from distill.losses import LossFunction, SparseTargets, Weighing
 from distill.models import (
     Quantise,
@@ -86,6 +86,8 @@ class Student:
         # FlashAttention takes half precision alone; without it fp32 tells more.
         with nullcontext() if spec.attention is None else self._autocast():
             self._known_head = verified_head(self.model, spec.vocab_size, probe[:, :8]) is not None
+            if not is_causal(self.model, probe):
+                raise InputError(f"{spec.folder}: {type(self.model).__name__} {NOT_CAUSAL}")
             unpackable = spec.packing and not packs(self.model, probe)
         self.note = None if self._known_head else f"{spec.folder.name}: {UNKNOWN_HEAD}"
         if unpackable:

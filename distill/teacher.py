@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 
 from distill.collate import collate
 from distill.errors import InputError
-from distill.head import UNKNOWN_HEAD, hidden_states, own_logits, runs_in_chunks, verified_head
+from distill.head import NOT_CAUSAL, UNKNOWN_HEAD, hidden_states, is_causal, own_logits, runs_in_chunks, verified_head
 from distill.models import load_causal_lm, torch_dtype
 from distill.placement import Placement
 from distill.types import Records, TokenizedSample
@@ -229,6 +229,8 @@ class Teacher:
             attention=spec.attention,
         )
         self._probe = torch.arange(8, device=spec.device)[None] % spec.vocab_size
+        if not is_causal(self._model, self._probe):
+            raise InputError(f"{spec.folder}: {type(self._model).__name__} {NOT_CAUSAL}")
         self._head = verified_head(self._model, spec.vocab_size, self._probe)
         notes = []
         if self._head is None:

@@ -102,8 +102,8 @@ class Trainer:
         student, progress, total = self._student, self._progress, self._total
         if resumed is None:
             progress.before = self._validate(run_folder, tracker, console)
-        elif self._is_best():
-            self._paths.export_best(student)  # a kill may have come between the state and this
+        else:
+            self._export_due()  # a kill may have come between the state and this
         self._loss, self._weighing = self._build_loss()
         student.model.train()
         last_save = began = time.monotonic()
@@ -116,14 +116,13 @@ class Trainer:
                 self._log("train", metrics, run_folder, tracker)
                 if self._due(self._config.validate_every_n_epochs) or progress.step == total:
                     progress.after = self._validate(run_folder, tracker, console)
-                if self._due(self._config.save_student_every_n_epochs) and not self._done():
-                    self._paths.export_step(student, progress.step, keep=self._config.keep_students)
                 minutes, stopping = (time.monotonic() - last_save) / 60, stop.is_set()
-                if stopping or minutes >= self._config.save_state_every_minutes or self._is_best():
+                # Before every export: none that fails costs more than itself.
+                exporting = self._is_best() or self._is_kept() or self._done()
+                if stopping or exporting or minutes >= self._config.save_state_every_minutes:
                     self._save(run_folder)
                     last_save = time.monotonic()
-                if self._is_best():
-                    self._paths.export_best(student)
+                self._export_due()
                 if self._done():
                     break
                 if stopping:
@@ -136,8 +135,6 @@ class Trainer:
             best = f"no validation was better than that of step {progress.best_step}"
             console.say(f"stopped early at step {progress.step}: {best}")
         student.export(self._paths.export("final"))
-        if self._config.save_final_state:
-            self._save(run_folder)
         return self._report(resumed)
 
     def _build_loss(self) -> tuple[LossFunction, Weighing | None]:
@@ -213,10 +210,14 @@ class Trainer:
         bad = [rows for rows, loss in zip(micro_batches, losses, strict=False) if not bool(torch.isfinite(loss))]
         places = [self._data.samples[row].where for rows in bad or micro_batches for row in rows]
         more = f" and {len(places) - _NAMED_SAMPLES} more" if len(places) > _NAMED_SAMPLES else ""
-        return InputError(
-            f"lr: {what} at step {number} (lr {self._schedule.lr(number):g}), in the samples"
-            f" {', '.join(places[:_NAMED_SAMPLES])}{more}; lower lr or set max_grad_norm; {self._kept()}"
-        )
+        where = f"at step {number}, in the samples {', '.join(places[:_NAMED_SAMPLES])}{more}"
+        if number == 1:  # no update so far
+            return InputError(
+                f"loss: {what} {where}; are the parameters of the loss (temperature, alpha, exponents, weights) too"
+                " extreme, or is the student damaged?"
+            )
+        way_out = "lower lr or weight_decay, or set max_grad_norm"
+        return InputError(f"lr: {what} {where} (lr {self._schedule.lr(number):g}); {way_out}; {self._kept()}")
 
     def _kept(self) -> str:
         step = saved_step(self._paths.state)
@@ -233,11 +234,24 @@ class Trainer:
         """Whether the student as it is now is the best so far and to be kept as that."""
         return self._config.save_best_student and 0 < self._progress.best_step == self._progress.step
 
+    def _is_kept(self) -> bool:
+        """Whether the student as it is now is to be exported as that of its step."""
+        return self._due(self._config.save_student_every_n_epochs) and not self._done()
+
+    def _export_due(self) -> None:
+        """What is to be exported of the student as it is now, but for the final one. Its state has been saved."""
+        if self._is_kept():
+            self._paths.export_step(self._student, self._progress.step, keep=self._config.keep_students)
+        if self._is_best():
+            self._paths.export_best(self._student)
+
     def _due(self, every_epochs: float) -> bool:
         """Whether something that happens every ``every_epochs`` epochs (0: never) is due after this step."""
         if not every_epochs:
             return False
         interval = every_epochs * self._plan.steps_per_epoch
+        if interval <= 1:
+            return True
         step = self._progress.step
         return math.floor(step / interval + 1e-9) > math.floor((step - 1) / interval + 1e-9)
 
@@ -266,6 +280,7 @@ class Trainer:
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self._student.parameters()):
             raise self._not_finite("weights that aren't finite", step, ())
         meta = {
+            "identity": self._paths.identity,
             "total_steps": self._total,
             "progress": progress,
             "schedule": self._schedule.state_dict(),
@@ -283,6 +298,11 @@ class Trainer:
             raise InputError(
                 f"{self._paths.state}: saved in a training of {state.meta['total_steps']} steps, which now has"
                 f" {self._total}: give it back what it had, or set it aside with --fresh"
+            )
+        if state.meta["identity"] != self._paths.identity:
+            raise InputError(
+                f"{self._paths.state}: the state in it is of a training of other keys, models or samples; --fresh sets"
+                " it aside"
             )
         restore(state, self._student.model, self._optimizer)
         self._schedule.load_state_dict(state.meta["schedule"])

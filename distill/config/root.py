@@ -17,6 +17,9 @@ from distill.config.keys import STRICT, Decides, Key, Section, section_keys, sho
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
 
+_LOSSES_OF = {
+    "jsd_beta": ("jsd",), "skew_alpha": ("skew_kl", "skew_reverse_kl"), "ab_alpha": ("ab",), "ab_beta": ("ab",),
+}  # fmt: skip
 # Of an exponent that isn't 0: fp32 loses the differences that the loss divides by it.
 _SMALLEST_EXPONENT = 0.01
 _HUB_KEYS = ("dataset_path", "validation_dataset_path", "student_path")
@@ -220,6 +223,13 @@ def _check_loss(training: Training) -> None:
         raise _broken_rule("loss", "a mix without weights; give at least one loss a weight above 0")
     if training.tail in ("drop", "to_target") and (others := [name for name in names if name not in ("kl", "ce")]):
         raise _broken_rule("tail", f"{training.tail} is of kl alone; {others[0]} takes bucket or renormalise")
+    for key, losses in _LOSSES_OF.items():
+        if getattr(training, key) != Training.model_fields[key].default and not set(losses) & set(names):
+            raise _broken_rule(key, f"belongs to {' and '.join(losses)}; loss is {show(training.loss)}")
+    if names == ["ce"] and not training.alpha:
+        for key in ("temperature", "tail"):
+            if getattr(training, key) != Training.model_fields[key].default:
+                raise _broken_rule(key, "has no effect on ce, which looks at the text alone")
     for key in ("ab_alpha", "ab_beta"):
         if 0 < getattr(training, key) < _SMALLEST_EXPONENT:
             raise _broken_rule(key, f"below {_SMALLEST_EXPONENT} it is lost in rounding; 0 is its limit")

@@ -9,6 +9,7 @@ from distill.config.kinds import (
     PROMPT_PARTS,
     Count,
     Device,
+    Exponent,
     LossName,
     MemoryByDevice,
     Momentum,
@@ -233,8 +234,8 @@ class Training(Section):
         decides="result",
         aliases=("loss.skew_alpha",),
     )
-    ab_alpha: NonNegative = key(0.2, "Exponent of the teacher in ab.", decides="result", aliases=("loss.ab_alpha",))
-    ab_beta: NonNegative = key(0.7, "Exponent of the student in ab.", decides="result", aliases=("loss.ab_beta",))
+    ab_alpha: Exponent = key(0.2, "Exponent of the teacher in ab.", decides="result", aliases=("loss.ab_alpha",))
+    ab_beta: Exponent = key(0.7, "Exponent of the student in ab.", decides="result", aliases=("loss.ab_beta",))
     ce_weight: NonNegative = key(0.0, "Weight of the text's cross-entropy, added to the loss.", decides="result")
     ce_below_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = key(
         0.0,

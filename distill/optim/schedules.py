@@ -8,7 +8,7 @@ a rate of zero and the end of the decay is never used. Taken at s instead, all o
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -155,14 +155,31 @@ def build_schedule(
     build = partial(_transformers_scheduler, name, lr, total_steps, num_warmup_steps, args)
     try:
         if name in OBSERVING:
+            tried = ObservingSchedule(build, num_warmup_steps)
+            for kl in (1.0, 2.0, 2.0):  # some arguments are only looked at then
+                tried.observe(kl)
             return ObservingSchedule(build, num_warmup_steps)
         factor, back = build().lr_lambdas[0], int(name in _ALREADY_SHIFTED)
         schedule = StepSchedule(lambda step: lr * float(factor(step - back)))
-        for step in (1, total_steps):  # some arguments are only looked at then
-            schedule.lr(step)
+        _check_rates(name, [schedule.lr(step) for step in _looked_at(total_steps)], lr)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"lr_scheduler_args: {name} refuses them: {error}") from error
     return schedule
+
+
+def _looked_at(total_steps: int) -> list[int]:
+    """Up to a thousand steps, the first and the last among them."""
+    return sorted({1 + index * (total_steps - 1) // 999 for index in range(1000)})
+
+
+def _check_rates(name: str, rates: Sequence[float], lr: float) -> None:
+    """Raises InputError if rates aren't between 0 and lr, or never come near lr: arguments that don't fit the steps."""
+    lowest, highest = min(rates), max(rates)
+    if not (lowest >= 0 and 0.3 * lr <= highest <= lr * (1 + 1e-6)) and len(rates) > 2:
+        raise InputError(
+            f"lr_scheduler_args: with them {name} goes from {lowest:g} to {highest:g} in {len(rates)} steps, not up to"
+            f" lr {lr:g} and not below 0"
+        )
 
 
 @dataclass(frozen=True, slots=True)
