@@ -4,6 +4,7 @@ A quantised student can't learn but through them. Merging adds B A scale to the 
 on: the quantised ones, dequantised, so that the merged student is the one that was validated, not a near one.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,12 @@ class Adapters:
     def save(self, folder: Path) -> None:
         """Write them as peft has them, to go on top of the model that they were trained on."""
         self._wrapped.save_pretrained(str(folder))
+        # peft leaves a card to fill in, and where the base is on this machine.
+        (folder / "README.md").unlink(missing_ok=True)
+        path = folder / "adapter_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = Path(config["base_model_name_or_path"] or "").name
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @torch.no_grad()
     def merge(self, plain: "PreTrainedModel") -> None:

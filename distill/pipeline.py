@@ -41,8 +41,10 @@ from distill.rounds import Rounds, check_room, exceeds_cap
 from distill.runs import (
     Run,
     check_identity,
+    deciding,
     export_folder,
     finish_run,
+    has_begun,
     load_run,
     new_run,
     remove_leftovers,
@@ -91,6 +93,7 @@ def plan(config: Config, options: RunOptions) -> None:
     """Say what a run would do, and do none of it; only the digests of the models are remembered."""
     console = Console()
     with prepared(_settled_for_plan(config, options, console), console) as job:
+        _check_training(job, console)
         works = survey(job)
         for work in works:
             console.say(
@@ -286,9 +289,13 @@ def _open_run(job: Job, state: Path, console: Console) -> tuple[Run, RunFolder]:
     if unfinished is None:
         this_run = new_run(job.config, identity)
     else:
-        check_identity(unfinished, identity)
-        remove_leftovers(job.config, unfinished)
         this_run = unfinished
+        if not has_begun(state):
+            this_run = replace(unfinished, deciding=deciding(job.config), identity=identity)
+            if this_run != unfinished:  # its folder tells of other keys
+                this_run = replace(this_run, folder="")
+        check_identity(this_run, identity)
+        remove_leftovers(job.config, this_run)
         if this_run.folder and Path(this_run.folder).is_dir():
             console.say(f"going on with the unfinished run in {this_run.folder}")
             return this_run, RunFolder.reopen(Path(this_run.folder), console)

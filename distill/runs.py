@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distill.checkpoint import saved_step
 from distill.config import Config, RunOptions
 from distill.errors import InputError
 from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, write_durably
+from distill.journal import Journal
 from distill.making import student_name
 from distill.optim import OBSERVING
 
@@ -65,6 +67,14 @@ def load_run(state: Path) -> Run | None:
         raise InputError(f"{path}: damaged ({error}); start again with --fresh") from error
 
 
+def has_begun(state: Path) -> bool:
+    """Whether the unfinished run of a state folder has done anything that another start would lose or mix with.
+
+    One that was refused, or killed while it collected, has not: what was collected is the cache's.
+    """
+    return saved_step(state) is not None or Journal.exists(state)
+
+
 def save_run(state: Path, run: Run) -> None:
     """Make ``run`` the unfinished run of ``state``."""
     make_folder(state)
@@ -95,10 +105,11 @@ def deciding(config: Config) -> dict[str, Any]:
 def settle(config: Config, options: RunOptions) -> Config:
     """The configuration to run with, given what an unfinished run was started with.
 
-    ``--resume`` takes that run's values over this start's, ``--fresh`` ignores them (and has the run set aside). Raises
-    InputError naming the keys that differ if neither is given.
+    One that hasn't begun asks for nothing. ``--resume`` takes that run's values over this start's, ``--fresh`` ignores
+    them (and has the run set aside). Raises InputError naming the keys that differ if neither is given.
     """
-    run = None if options.fresh else load_run(state_folder(config))
+    state = state_folder(config)
+    run = None if options.fresh or not has_begun(state) else load_run(state)
     if run is None:
         return config
     now = deciding(config)

@@ -8,6 +8,7 @@ import pytest
 from distill.config import Config, RunOptions
 from distill.errors import InputError
 from distill.runs import (
+    Run,
     check_identity,
     export_folder,
     finish_run,
@@ -28,10 +29,27 @@ def config_of(tmp_path: Path, **changes: object) -> Config:
     )
 
 
+def begin(config: Config, run: Run) -> None:
+    """An unfinished run that has saved a state."""
+    save_run(state_folder(config), run)
+    (state_folder(config) / "step_1").mkdir()
+
+
+def test_a_run_that_has_not_begun_asks_for_nothing(tmp_path: Path) -> None:
+    """A start that was refused, or killed before its first state, doesn't stand in the way of the corrected one."""
+    config = config_of(tmp_path)
+    save_run(state_folder(config), new_run(config, IDENTITY))
+    other = config_of(tmp_path, lr=0.5)
+    assert settle(other, RunOptions()) == other
+    (state_folder(config) / "step_2").mkdir()
+    with pytest.raises(InputError, match="lr"):
+        settle(other, RunOptions())
+
+
 def test_an_unfinished_run_is_found_and_goes_on_with_the_same_values(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run = new_run(config, IDENTITY)
-    save_run(state_folder(config), run)
+    begin(config, run)
     assert load_run(state_folder(config)) == run
     assert settle(config, RunOptions()) == config
     # What decides nothing may change: how often is saved, how many workers there are.
@@ -41,7 +59,7 @@ def test_an_unfinished_run_is_found_and_goes_on_with_the_same_values(tmp_path: P
 
 def test_other_values_are_named_with_both_ways_out(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    save_run(state_folder(config), new_run(config, IDENTITY))
+    begin(config, new_run(config, IDENTITY))
     other = config_of(tmp_path, lr=0.5, batch_size=7)
     with pytest.raises(InputError, match=r"batch_size \(was 4, now 7\), lr \(was 1e-05, now 0.5\).*--resume.*--fresh"):
         settle(other, RunOptions())
@@ -52,7 +70,7 @@ def test_other_values_are_named_with_both_ways_out(tmp_path: Path) -> None:
 def test_validation_times_decide_only_for_schedules_that_look(tmp_path: Path) -> None:
     changes: dict[str, object] = {"lr_scheduler": "reduce_lr_on_plateau"}
     config = config_of(tmp_path, **changes)
-    save_run(state_folder(config), new_run(config, IDENTITY))
+    begin(config, new_run(config, IDENTITY))
     with pytest.raises(InputError, match="validate_every_n_epochs"):
         settle(config_of(tmp_path, validate_every_n_epochs=0.5, **changes), RunOptions())
 
@@ -60,7 +78,7 @@ def test_validation_times_decide_only_for_schedules_that_look(tmp_path: Path) ->
 @pytest.mark.parametrize("change", [{"max_steps": 7}, {"num_epochs": 2}, {"batch_size": 2}, {"decay_form": "cosine"}])
 def test_a21_what_changes_the_schedule_is_refused_without_a_flag(tmp_path: Path, change: dict[str, object]) -> None:
     config = config_of(tmp_path)
-    save_run(state_folder(config), new_run(config, IDENTITY))
+    begin(config, new_run(config, IDENTITY))
     (key,) = change
     with pytest.raises(InputError, match=rf"{key} \(was .*--resume goes on with its values, --fresh sets it aside"):
         settle(config_of(tmp_path, **change), RunOptions())
@@ -70,7 +88,7 @@ def test_a21_what_changes_the_schedule_is_refused_without_a_flag(tmp_path: Path,
 @pytest.mark.parametrize("change", [{"early_stop_patience": 2}, {"save_best_student": True}])
 def test_validation_times_decide_where_validations_choose(tmp_path: Path, change: dict[str, object]) -> None:
     config = config_of(tmp_path, **change)
-    save_run(state_folder(config), new_run(config, IDENTITY))
+    begin(config, new_run(config, IDENTITY))
     with pytest.raises(InputError, match="validate_every_n_epochs"):
         settle(config_of(tmp_path, validate_every_n_epochs=0.5, **change), RunOptions())
 
@@ -120,7 +138,7 @@ def test_setting_aside_deletes_nothing(tmp_path: Path) -> None:
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    save_run(state_folder(config), replace(new_run(config, IDENTITY), folder="x"))
+    begin(config, replace(new_run(config, IDENTITY), folder="x"))
     (state_folder(config) / "run.json").write_text("{")
     with pytest.raises(InputError, match=r"run.json: damaged .*--fresh"):
         settle(config, RunOptions())

@@ -152,7 +152,7 @@ def test_the_card_says_what_it_is(cache: Path, tmp_path: Path) -> None:
         mass = sum(info.kept_mass_sum for info in infos) / sum(info.targets for info in infos)
     for fact in (
         *("license: # TO FILL IN", "contains the text itself", "toy teacher", "w" * 16, "t" * 64, "| topk | 5 | 261 |"),
-        *("| exact |", f"{mass:.4f}", f"{sum(info.targets for info in infos):,}", "--use_teachers false"),
+        *("| exact |", f"{mass:.4f}", f"{sum(info.targets for info in infos):,}", '"use_teachers": false'),
     ):
         assert fact in card, fact
 

@@ -54,14 +54,16 @@ Every `.h5` file holds whole samples as flat arrays; any HDF5 reader opens them.
 distribution of the first target:
 
 {codes}
-`python run.py export --cache_folder THIS_FOLDER --layer NAME --out x.h5` writes a layer as one file of decoded arrays.
+`python run.py export --cache_folder THIS_FOLDER --layer SPLIT/NAME --out x.h5` writes a layer as one file of decoded
+arrays.
 
 ## Training from it
 
-This folder is a cache folder of distill, the program that wrote it. With a student of the same tokenizer:
+This folder is a cache folder of distill, the program that wrote it. With a student of the same tokenizer and
+these keys in a file `mine.json` of your own, `python run.py train --config mine.json`:
 
-```
-python run.py train --cache_folder THIS_FOLDER --use_teachers false --student_path STUDENT --save_topK {top_k}
+```json
+{{"cache_folder": "THIS_FOLDER", "use_teachers": false, "student_path": "STUDENT", "save_topK": {top_k}}}
 ```
 """
 
