@@ -210,14 +210,15 @@ class Trainer:
         bad = [rows for rows, loss in zip(micro_batches, losses, strict=False) if not bool(torch.isfinite(loss))]
         places = [self._data.samples[row].where for rows in bad or micro_batches for row in rows]
         more = f" and {len(places) - _NAMED_SAMPLES} more" if len(places) > _NAMED_SAMPLES else ""
-        where = f"at step {number}, in the samples {', '.join(places[:_NAMED_SAMPLES])}{more}"
+        named = f"{', '.join(places[:_NAMED_SAMPLES])}{more}"
+        where = f"at step {number} (lr {self._schedule.lr(number):g}), in the samples {named}"
         if number == 1:  # no update so far
             return InputError(
                 f"loss: {what} {where}; are the parameters of the loss (temperature, alpha, exponents, weights) too"
                 " extreme, or is the student damaged?"
             )
-        way_out = "lower lr or weight_decay, or set max_grad_norm"
-        return InputError(f"lr: {what} {where} (lr {self._schedule.lr(number):g}); {way_out}; {self._kept()}")
+        way_out = "lower lr or set max_grad_norm"
+        return InputError(f"lr: {what} {where}; {way_out}; {self._kept()}")
 
     def _kept(self) -> str:
         step = saved_step(self._paths.state)

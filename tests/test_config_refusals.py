@@ -108,6 +108,10 @@ WRONG_VALUES: list[tuple[str, str]] = [
         '"lr_scheduler": "greedy", "validate_every_n_epochs": 0',
         f"lr_scheduler: greedy looks at validations; {NO_VALIDATION[19:]}",
     ),
+    ('"jsd_beta": 0.4', 'jsd_beta: belongs to jsd; loss is "kl"'),
+    ('"skew_alpha": 0.2, "loss": {"kl": 1}', 'skew_alpha: belongs to skew_kl and skew_reverse_kl; loss is {"kl": 1.0}'),
+    ('"loss": "ce", "temperature": 2', "temperature: has no effect on ce, which looks at the text alone"),
+    ('"loss": "ab", "ab_beta": 100', "ab_beta: must be at most 10, not 100"),
     ('"loss": "ab", "ab_alpha": 0.001', "ab_alpha: below 0.01 it is lost in rounding; 0 is its limit"),
     ('"keep_students": 2', "keep_students: there are none to keep; set save_student_every_n_epochs above 0"),
     (

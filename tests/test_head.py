@@ -3,10 +3,19 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, DynamicCache, GPT2LMHeadModel, PreTrainedModel
 
 from distill.errors import InputError
-from distill.head import Head, find_head, head_error, hidden_states, own_logits, runs_in_chunks, verified_head
+from distill.head import (
+    Head,
+    find_head,
+    head_error,
+    hidden_states,
+    is_causal,
+    own_logits,
+    runs_in_chunks,
+    verified_head,
+)
 
 ROWS = 97
 VOCAB = 90  # the crop: the last seven rows are padding of the head
@@ -200,3 +209,19 @@ def test_a_model_without_such_a_cache_is_found_out(error: type[Exception], monke
 
     monkeypatch.setattr("distill.head.own_logits", refusing)
     assert not runs_in_chunks(model, some_ids())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_causal_models_are_known_as_such(name: str) -> None:
+    assert is_causal(make_model(name), some_ids(8)[:1])
+
+
+def test_a_model_that_sees_ahead_is_found_out() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(BertConfig(vocab_size=VOCAB, **sizes))
+    model.train()
+    assert not is_causal(model, some_ids(8)[:1]) and model.training, "left as it was"
+    assert is_causal(
+        AutoModelForCausalLM.from_config(BertConfig(vocab_size=VOCAB, is_decoder=True, **sizes)), some_ids(8)[:1]
+    )

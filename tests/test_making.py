@@ -126,6 +126,34 @@ def test_width_of_many_architectures(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            {"model_type": "llama", "num_layers": 1},
+            "a llama configuration has no 'num_layers'; did you mean .*num_hidden",
+        ),
+        ({"model_type": "llama", "hiden_size": 16}, "has no 'hiden_size'; did you mean hidden_size"),
+        ({"model_type": "lama"}, "model_type 'lama' is no causal language model of transformers; did you mean llama"),
+        ({}, "model_type '' is no causal language model"),
+        ({"model_type": "vit"}, "model_type 'vit' is no causal language model"),
+    ],
+)
+def test_words_that_an_architecture_does_not_know(
+    config: dict[str, Any], problem: str, teacher: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=problem):
+        made(tmp_path, {"config": config, "tokenizer": str(teacher)})
+
+
+def test_a_damaged_made_student_is_made_again(teacher: Path, tmp_path: Path) -> None:
+    weights = made(tmp_path, {"from": str(teacher), "layers": 2}) / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:100])
+    assert made(tmp_path, {"from": str(teacher), "layers": 2}) == weights.parent
+    assert weights.read_bytes() == before
+
+
+@pytest.mark.parametrize(
     ("sizes", "problem"),
     [
         ({"layers": 5}, "student_init: layers: 5, but .* has 4 layers; use 1 to 4"),

@@ -66,6 +66,7 @@ class Bench:
     def __init__(self, folder: Path, data: CachedSamples) -> None:
         self.folder = folder
         self.data = data
+        self.identity = ""
         self.student = make_model_folder(folder / "toy", seed=3, hidden=16, layers=1)
         self.console = Console(open(os.devnull, "w"), open(os.devnull, "w"))  # noqa: SIM115, PTH123
         self.run_folder = RunFolder.create(folder / "runs", "toy", "{}", self.console)
@@ -93,7 +94,7 @@ class Bench:
         if fp16:
             config = config.model_copy(update={"training_precision": "fp16"})
         spec = StudentSpec(self.student, precision, "cpu", VOCAB, False, False, adapters=adapters)
-        paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name)
+        paths = TrainPaths(self.folder / "states" / name, self.folder / "trained", name, self.identity)
         plan = self.plan(**changes)
         trainer = Trainer(config, Student(spec), data=self.data, validation=self.data, plan=plan, paths=paths)
         return trainer.run(run_folder=self.run_folder, tracker=NoTracker(), console=self.console, until=until)
@@ -433,6 +434,44 @@ def test_the_gradient_is_the_steps_own(bench: Bench, batch_size: int, accumulate
         torch.testing.assert_close(other, gradient, rtol=1e-6, atol=1e-6)
 
 
+def test_a_state_of_another_training_is_refused(bench: Bench) -> None:
+    """Also where the record of the run is gone, or somebody copied the state."""
+    bench.train("cut", until=3)
+    bench.identity = "another"
+    with pytest.raises(InputError, match="of a training of other keys, models or samples; --fresh"):
+        bench.train("cut")
+    bench.identity = ""
+    assert bench.train("cut").resumed_from_step == 3
+
+
+def test_a_failing_last_export_costs_nothing_but_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bench.train("whole")
+    with monkeypatch.context() as patch:
+        kill_at(patch, Student, "export", lambda *_: True)
+        with pytest.raises(Killed):
+            bench.train("cut")
+    assert bench.train("cut").resumed_from_step == whole.steps == 4
+    assert bench.weights("cut_final") == bench.weights("whole_final")
+
+
+def test_a_failing_export_on_the_way_is_made_up_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, object] = {"save_student_every_n_epochs": 0.5, "validate_every_n_epochs": 0}
+    bench.train("whole", **keys)
+    with monkeypatch.context() as patch:
+        kill_at(patch, Student, "export", lambda _, folder: folder.name == "cut_step_2")
+        with pytest.raises(Killed):
+            bench.train("cut", **keys)
+    assert bench.train("cut", **keys).resumed_from_step == 2
+    for export in ("step_1", "step_2", "step_3", "final"):
+        assert bench.weights(f"cut_{export}") == bench.weights(f"whole_{export}")
+
+
+def test_intervals_below_a_step_are_every_step(bench: Bench) -> None:
+    bench.train(validate_every_n_epochs=1e-320, save_student_every_n_epochs=5e-324)
+    assert bench.steps("validation") == [0, 1, 2, 3, 4]
+    assert bench.exports() == ["toy_final", "toy_step_1", "toy_step_2", "toy_step_3"]
+
+
 def test_a21_a_changed_total_is_refused(bench: Bench) -> None:
     """Report A21: a schedule that is resumed in a training of another length jumps."""
     bench.train("cut", until=3)
@@ -527,8 +566,8 @@ def test_only_the_newest_students_are_kept(bench: Bench, monkeypatch: pytest.Mon
         kill_at(patch, Trainer, "_save", lambda self, _: self._progress.step == 4)
         with pytest.raises(Killed):
             bench.train("cut", until=4, **keys)
-    assert [name for name in bench.exports() if name.startswith("cut")] == ["cut_step_3", "cut_step_4"]
-    assert bench.train("cut", **keys).resumed_from_step is None, "begins again, before the exports that are there"
+    assert [name for name in bench.exports() if name.startswith("cut")] == ["cut_step_2", "cut_step_3"]
+    assert bench.train("cut", **keys).resumed_from_step == 3, "a state was saved before each"
     assert [name for name in bench.exports() if name.startswith("cut")] == ["cut_final", "cut_step_4", "cut_step_5"]
 
 
