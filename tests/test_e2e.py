@@ -195,7 +195,7 @@ def test_kills_in_both_stages_change_nothing(
         tmp_path, teacher_folder, student_folder, text_file, save_state_every_minutes=0, shard_targets=400
     )
     base = seconds_to_start(config)
-    killed = kill_and_restart(config, [], delays=[base + 0.5, base + 2.5, base + 4.0], group=True)
+    killed = kill_and_restart(config, [], delays=[base * 0.5, base + 0.5, base + 2.5, base + 4.0], group=True)
     distill(config)
     assert killed >= 1
     assert shards_of(tmp_path / "cache") == shards_of(finished / "cache")

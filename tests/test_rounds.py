@@ -246,7 +246,7 @@ def test_random_caps(
     chooser = random.Random(5)
     for number in range(20):
         trained.clear()
-        cap = chooser.uniform(0.0002, 0.0005)
+        cap = chooser.uniform(0.00022, 0.0005)  # from about what the largest step needs
         epochs = chooser.randint(1, 3)
         config = write_config(
             tmp_path / str(number), teacher_folder, student_folder, text_file,
