@@ -68,7 +68,7 @@ def _verdict(error: BaseException) -> tuple[str, int]:
         case DistillError():
             return f"error: {error}", error.exit_code
         case KeyboardInterrupt():
-            return f"interrupted: {error}" if str(error) else "interrupted", _EXIT_INTERRUPTED
+            return f"interrupted: {error}" if str(error) else "interrupted; the same command goes on", _EXIT_INTERRUPTED
         case MemoryError():
             return f"error: out of memory {error}", _EXIT_MACHINE
         case _ if machine_failed(error):

@@ -395,7 +395,7 @@ def stop_signal() -> Iterator[threading.Event]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("before the state could be saved; the same command goes on from the last one saved")
         stop.set()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -275,7 +275,7 @@ ENDS: list[tuple[BaseException, int, str]] = [
         "error: [Errno 28] No space left on device: 'x.tmp'",
     ),
     (OSError(errno.EIO, "Input/output error"), 3, "error: [Errno 5] Input/output error"),
-    (KeyboardInterrupt(), 130, "interrupted"),
+    (KeyboardInterrupt(), 130, "interrupted; the same command goes on"),
     (KeyError("k"), 1, "internal error: KeyError: 'k' (run with --debug for the traceback)"),
     (
         BrokenPipeError(32, "pipe"),

@@ -266,7 +266,7 @@ def test_a_loss_that_is_no_number_stops_with_the_step(bench: Bench) -> None:
 
 
 def test_the_second_signal_stops_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt), stop_signal() as stop:
+    with pytest.raises(KeyboardInterrupt, match="before the state could be saved"), stop_signal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.is_set()
         os.kill(os.getpid(), signal.SIGINT)
