@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill.checkpoint import saved_step
 from distill.config import load_config
 from distill.filling import cached_samples
 from distill.losses import build_loss
@@ -209,21 +210,21 @@ def test_ten_kills_of_a_training_change_nothing(
     """Of the parent alone and of the whole group; while states and exports are written too."""
     changes = {"save_state_every_minutes": 0, "num_epochs": 150, "save_student_every_n_epochs": 30}
     whole, killed_at = (write_config(tmp_path / n, teacher_folder, student_folder, text_file, **changes) for n in "ab")
-    base = seconds_to_start(whole)
-    for config in (whole, killed_at):
-        distill(config, "collect")
-    started = time.monotonic()
-    subprocess.run(command(whole), check=True, capture_output=True, timeout=300)
-    work = time.monotonic() - started - base
+    distill(whole)
+    distill(killed_at, "collect")
+    total = summary_of(tmp_path / "a" / "cache")["train"]["steps"]
+    state = tmp_path / "b" / "cache" / "student" / "states" / "toy-student"
     chooser = random.Random("train")
-    killed = 0
-    for number in range(40):
-        if killed >= 10:
-            break
-        killed += kill_and_restart(
-            killed_at, [], delays=[base + chooser.uniform(0.0, 0.04) * work], group=number % 2 == 0
+    for number, step in enumerate(sorted(chooser.sample(range(1, total - 50), 10))):
+        process = subprocess.Popen(
+            command(killed_at), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-    assert killed >= 10
+        while (saved_step(state) or 0) < step:
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(chooser.uniform(0.0, 0.05))
+        (os.killpg if number % 2 else os.kill)(process.pid, signal.SIGKILL)
+        process.wait()
     distill(killed_at)
     a, b = tmp_path / "a" / "cache", tmp_path / "b" / "cache"
     assert shards_of(a) == shards_of(b)
