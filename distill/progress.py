@@ -1,7 +1,10 @@
 """What a training grows, reports and leaves on disk besides its states."""
 
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from distill.files import TEMPORARY_SUFFIX, remove_folder, replace_folder
 from distill.student import Student
@@ -54,7 +57,8 @@ class TrainPaths:
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a training did, over all its starts; ``seconds`` are those of its steps, without validation and saving.
+    """What a training did, over all its starts; ``seconds`` are those of its steps and of waiting for them,
+    without validation and saving.
 
     It is ``finished`` after ``total_steps``, or earlier if validations stopped getting better.
     """
@@ -99,3 +103,10 @@ class Progress:
             self.best_kl, self.best_step, self.stale = kl, self.step, 0
         else:
             self.stale += 1
+
+
+def peak_memory(device: str) -> int:
+    """Largest memory this process used so far: on all its GPUs, or resident on the host for the CPU. Bytes."""
+    if device.startswith("cuda"):
+        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

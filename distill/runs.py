@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.checkpoint import saved_step
-from distill.config import Config, RunOptions
+from distill.config import OBSERVING, Config, RunOptions
 from distill.errors import InputError
 from distill.files import TEMPORARY_SUFFIX, make_folder, os_errors, write_durably
 from distill.journal import Journal
 from distill.making import student_name
-from distill.optim import OBSERVING
 
 _RECORD = "run.json"
 _DONE = ".done"

@@ -1,7 +1,6 @@
 """Stage 2: the cache trains the student, one optimizer step at a time, and any kill costs nothing but time."""
 
 import math
-import resource
 import signal
 import threading
 import time
@@ -22,7 +21,7 @@ from distill.errors import InputError
 from distill.evaluate import MetricSums, batch_metrics
 from distill.losses import LossFunction, LossParameters, Weighing, build_loss
 from distill.optim import Schedule, build_optimizer, build_schedule
-from distill.progress import Progress, TrainPaths, TrainReport
+from distill.progress import Progress, TrainPaths, TrainReport, peak_memory
 from distill.report import Console, RunFolder, Tracker
 from distill.steps import Segment, StepPlan
 from distill.student import Student
@@ -376,13 +375,6 @@ def make_schedule(config: Training, total_steps: int) -> Schedule:
 def describe(metrics: Mapping[str, float]) -> str:
     """Metrics on one line for people."""
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "targets")
-
-
-def peak_memory(device: str) -> int:
-    """Largest memory this process used so far: on all its GPUs, or resident on the host for the CPU. Bytes."""
-    if device.startswith("cuda"):
-        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from transformers import get_scheduler
 from transformers.optimization import get_wsd_schedule
 from transformers.trainer_utils import SchedulerType
 
+from distill.config import OBSERVING
 from distill.errors import InputError
-from distill.optim import OBSERVING, build_schedule
+from distill.optim import build_schedule
 
 PEAK, S, W = 2e-3, 40, 5
 # What transformers itself demands.

@@ -3,6 +3,7 @@
 from distill.config.extra import Extra
 from distill.config.files import Override, load_config, load_with_origins
 from distill.config.keys import Decides, Key, show, suggest
+from distill.config.kinds import OBSERVING
 from distill.config.reader import JsonError, ParseError, read_json
 from distill.config.reference import (
     explain,
@@ -21,6 +22,7 @@ from distill.config.yaml_reader import read_yaml
 
 __all__ = [
     "NUMBER",
+    "OBSERVING",
     "Cache",
     "Collection",
     "Config",

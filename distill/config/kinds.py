@@ -11,6 +11,9 @@ from distill.config.values import memory_by_device, path_text, student_init
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[float, Field(gt=0)]
+OBSERVING = ("reduce_lr_on_plateau", "greedy")
+"""The schedules that look at validations; all others are functions of the step."""
+
 NonNegative = Annotated[float, Field(ge=0)]
 Exponent = Annotated[float, Field(ge=0, le=10)]
 LossName = Literal["kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "ab", "ce"]

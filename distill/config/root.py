@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from distill.config.extra import Extra
 from distill.config.keys import STRICT, Decides, Key, Section, section_keys, show, suggest
+from distill.config.kinds import OBSERVING
 from distill.config.sections import Cache, Collection, Model, Paths, Pipeline, Student, Training
 from distill.errors import InputError
 
@@ -251,7 +252,7 @@ def _check_times(training: Training) -> None:
     if training.num_epochs == "auto" and training.max_steps is None:
         raise _broken_rule("num_epochs", "auto needs max_steps")
     if not training.validate_every_n_epochs:
-        if training.lr_scheduler in ("reduce_lr_on_plateau", "greedy"):
+        if training.lr_scheduler in OBSERVING:
             told = f"{training.lr_scheduler} looks at validations; set validate_every_n_epochs above 0"
             raise _broken_rule("lr_scheduler", told)
         for key in ("early_stop_patience", "save_best_student"):

@@ -8,11 +8,10 @@ from distill.optim.optimizers import (
     optimizer_state,
     paging_note,
 )
-from distill.optim.schedules import DECAY_FORMS, OBSERVING, WARMUP_FORMS, Schedule, StepSchedule, build_schedule
+from distill.optim.schedules import DECAY_FORMS, WARMUP_FORMS, Schedule, StepSchedule, build_schedule
 
 __all__ = [
     "DECAY_FORMS",
-    "OBSERVING",
     "OPTIMIZERS",
     "WARMUP_FORMS",
     "Schedule",

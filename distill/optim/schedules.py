@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distill.config import OBSERVING
 from distill.errors import InputError
 
 State = dict[str, list[float]]
@@ -23,8 +24,6 @@ Rate = Callable[[int], float]
 
 # This one of transformers' schedulers already adds the one step itself.
 _ALREADY_SHIFTED = ("cosine_warmup_with_min_lr",)
-OBSERVING = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that react to the validation KL; all others are functions of the step alone."""
 
 DECAY_FORMS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda u: 1.0 - u,
